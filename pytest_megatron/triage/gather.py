@@ -265,9 +265,12 @@ def _good_ends(
                 (is_bad and place.offset > end.offset) or (is_of_tests and row.id == "tests_failed")
             ):
                 return False
-        behind = [line.text for line in _tail_lines(end.log) if line.offset > end.offset]
+        lines = list(_tail_lines(end.log))
+        far = last_iteration(line.text for line in lines if line.offset <= end.offset)
+        behind = [line.text for line in lines if line.offset > end.offset]
         return not any(
-            says_trouble(text) or (HEADER in text and not is_ignored(above))
+            (says_trouble(text) and (far is None or parse_iteration(text) != far))
+            or (HEADER in text and not is_ignored(above))
             for above, text in itertools.pairwise(["", *behind])
         )
 

@@ -294,7 +294,8 @@ class _CauseCandidate:
     @property
     def is_own_mistake(self) -> bool:
         """True if it raised what no network and no machine raises."""
-        return self.fatal is not None and is_own_mistake(self.fatal.message)
+        fatal = self.fatal
+        return fatal is not None and is_own_mistake(fatal.message, fatal.frames)
 
 
 def find_root(rank_log: RankLog, table: Table) -> Root | None:

@@ -7,6 +7,7 @@ Default is "do not run again": a row is transient only if the machine or the net
 
 from __future__ import annotations
 
+import builtins
 import functools
 import re
 import tomllib
@@ -36,6 +37,7 @@ _OWN_MISTAKE = re.compile(
     r"|Indentation|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Overflow|Recursion|Syntax|Type|UnboundLocal"
     r"|Unicode\w*|Value|ZeroDivision)Error\b"
 )
+_BARE_NAME = re.compile(r"([A-Za-z_]\w*)(?::|$)")
 # A string that begins before the words of a signature; a field's, as of JSON, quotes nobody.
 _OPEN_QUOTE = re.compile(r"(?:^|(?<!:)[\s(\[{,])[fFrRbBuU]{0,2}([\"'`])(?:(?!\1).)*$")
 _HOST = re.compile(
@@ -181,6 +183,8 @@ class Table:
         message = message[:_MOST_MESSAGE]
         own = _OWN_MISTAKE.search(message)
         before = message if own is None else message[: own.start()]
+        if is_own_mistake(message, frames):
+            before = ""
         for row in self.signatures:
             is_of_machine = row.is_from_outside and row.id not in self.users
             if row.match_raised(before if is_of_machine else message, frames):
@@ -264,9 +268,17 @@ def check_rules(table: Table) -> tuple[RuleProblem, ...]:
     return tuple(found)
 
 
-def is_own_mistake(message: str) -> bool:
-    """Return true if no network and no machine raises an exception of this type."""
-    return _OWN_MISTAKE.match(message) is not None
+def is_own_mistake(message: str, frames: Sequence[str] = ()) -> bool:
+    """Return true if no network and no machine raises an exception of this type.
+
+    Args:
+        message: `Type: text`.
+        frames: Of its traceback. Python names the module of a type in one, but of its own and of
+            the program itself.
+    """
+    name = _BARE_NAME.match(message) if frames else None
+    is_of_program = name is not None and not hasattr(builtins, name[1])
+    return is_of_program or _OWN_MISTAKE.match(message) is not None
 
 
 def is_quoted(text: str, at: int) -> bool:

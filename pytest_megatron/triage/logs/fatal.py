@@ -118,7 +118,7 @@ def _root_of(
         if chain is None:
             continue
         raised, signature = classify_chain(chain, table)
-        if is_own_mistake(raised.message) or is_genuine(signature):
+        if is_own_mistake(raised.message, raised.frames) or is_genuine(signature):
             return _fatal_of(raised, signature, log, offsets)
     return fatal
 
@@ -248,7 +248,7 @@ def _without_false_hope(
         before = classify_message(table, earlier.message, earlier.frames)
         if earlier is chosen[0]:
             break
-        if is_own_mistake(earlier.message) or (
+        if is_own_mistake(earlier.message, earlier.frames) or (
             is_genuine(before) and before.family != chosen[1].family
         ):
             return earlier, before

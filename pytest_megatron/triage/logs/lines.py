@@ -51,16 +51,17 @@ _SUCCESS = re.compile(
 )
 # What shells, build tools, runners and programs write where something failed.
 _TROUBLE = re.compile(
-    r"(?i)\b(?:fail(?:s|ed|ures?)?|aborted|killed|oomkilled|crashed|fatal|panic|cancell?ed|unstable"
+    r"(?i)\b(?:fail(?:s|ed|ures?)?|aborted|killed|oomkilled|crashed|fatal|panic|cancell?ed"
     r"|timed out|non-?zero|no space left|permission denied|core dumped|dumped core|bus error"
     r"|segmentation fault|illegal instruction|floating point exception|sig[a-z]{3,4} received)\b"
-    r"|^\W*terminated?\b|\bsending signal\b|^(?:\W*|\S+: )(?:error|critical)\b\W|\berr!"
-    r"|\b[1-9]\d* errors?\b|^\S+: \*\*\* |\bexit(?:ed)?\b[^\d\n]{0,20}[ :=-][1-9]\d*\b"
-    r"|\breturn(?:ed)? code\W+[1-9]"
+    r"|^\W*terminate(?:d\W*$|d by| called)|\bsending signal\b|\berr!|\b[1-9]\d* errors?\b"
+    r"|^(?:\W*|\S+: )(?:error|critical)\b(?:\W*$|\s*[^\w\s])|^\S+: \*\*\* "
+    r"|\bexit(?:ed)?\b[^\d\n]{0,20}[ :=-][1-9]\d*\b|\breturn(?:ed)? code\W+[1-9]"
 )
+# Counts none, helped itself, or warns; as torch does of connections that its own end closed.
 _HARMLESS = re.compile(
-    r"(?i)^\s|\bwarn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
-    r"|\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)"
+    r"(?i)^\s|^\[?[IW]\d{3,4} |\bwarn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
+    r"|\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)|\bnon-?fatal"
     r"|\b(?:fail\w*|errors?)\b[\"']?\s*[:=]\s*(?:0\b|\d+\.\d|\[\]|false|none|null)"
 )
 # What begins something that must end as well, and how far it is.

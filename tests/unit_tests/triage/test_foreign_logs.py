@@ -150,6 +150,9 @@ def test_a_good_end_after_which_something_failed_or_began_is_none(
         "+ rm -rf /tmp/x",
         "Cleaning up project directory\nFinished: SUCCESS",
         "n:1:2 [0] NCCL INFO comm 0x55 rank 0 nranks 4 - Abort COMPLETE",
+        "[rank1]:[W1121 09:00:01.1 TCPStore.cpp:125] [c10d] recvValue failed: Connection reset",
+        "Terminate orphan process: pid (2143) (python)",
+        "Error rate: 0.02 %",
         "Exception ignored in: <function A.__del__ at 0x7>\n" + traceback("TypeError: None"),
         "Exception in thread Thread-3 (_pin):\n" + traceback("ConnectionResetError: reset"),
     ],
@@ -305,6 +308,7 @@ def test_tests_that_passed_say_nothing_of_others_that_failed_before_them(
 
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
+XID = "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus."
 
 
 def raised(said: str, code: str = "check(log)") -> str:
@@ -360,7 +364,7 @@ def test_an_exception_of_the_programs_own_is_never_transient_whatever_it_quotes(
     for name in ("AssertionError", "ValueError", "checks.KeyError"):
         for quoted in (
             ECC,
-            "NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.",
+            XID,
             "slurmstepd: error: *** JOB 3 ON n CANCELLED AT 2021-06-18T13:05:36 DUE TO PREEMPTION",
             "socket.gaierror: [Errno -3] Temporary failure in name resolution",
         ):
@@ -368,6 +372,13 @@ def test_an_exception_of_the_programs_own_is_never_transient_whatever_it_quotes(
             assert said["transient"] is False, (name, quoted, said["signature"])
             families = ("assert", "exception", "unknown")  # the last one where it may be caught
             assert said["family"] in families, (name, quoted, said["signature"])
+
+
+@pytest.mark.parametrize("quoted", [ECC, XID, "Temporary failure in name resolution", "EADDRINUSE"])
+def test_an_exception_that_the_program_defines_is_its_own(tmp_path: Path, quoted: str) -> None:
+    """Python names the module of a type, but of its own and of the program's."""
+    first = of_log(tmp_path, raised(f"CheckFailed: {quoted}")).groups[0].first
+    assert (first.family, first.transient) == ("exception", False)
 
 
 @pytest.mark.parametrize(
@@ -378,8 +389,11 @@ def test_an_exception_of_the_programs_own_is_never_transient_whatever_it_quotes(
         grouped(f"RuntimeError: {ECC}", "OSError: closed"),
         raised("ValueError: caught") + "going on\n" + iterations(20) + f"what():  {ECC}\n",
         json.dumps({"level": "error", "message": ECC}) + "\n",
+        "n:1:2 [3] NCCL WARN Cuda failure 'uncorrectable ECC error encountered'\n",
+        raised(f"torch.AcceleratorError: {ECC}"),
+        raised(f"jaxlib.xla_extension.XlaRuntimeError: INTERNAL: {ECC}"),
     ],
-    ids=["raised", "pytest", "group", "after a caught one", "json"],
+    ids=["raised", "pytest", "group", "after a caught one", "json", "nccl", "torch", "jax"],
 )
 def test_what_a_machine_says_itself_is_no_quotation(tmp_path: Path, text: str) -> None:
     first = of_log(tmp_path, text).groups[0].first

@@ -33,6 +33,7 @@ from pytest_megatron.workloads.golden.model import (
 )
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
+from pytest_megatron.workloads.verdict.compare import most_telling_first
 
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 
@@ -213,16 +214,18 @@ def _place_of(golden: Path) -> ComparedWorkload | None:
 def _as_text(
     comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: ComparisonPolicy
 ) -> str:
-    """Return comparisons as text."""
+    """Return comparisons as text, those that failed first."""
     num_failed = sum(not comparison.passed for comparison in comparisons)
     num_judged = sum(comparison.is_judged for comparison in comparisons)
     verdict = "all passed" if num_judged == len(comparisons) else f"{num_judged} passed"
     if num_failed:
         verdict = f"{num_failed} of {len(comparisons)} failed"
     verdict = ", ".join(filter(None, [verdict, name_unjudged(comparisons)]))
+    failed = most_telling_first(c for c in comparisons if not c.passed)
+    ordered = (*failed, *(c for c in comparisons if c.passed))
     return "\n".join(
         [
-            *(line for comparison in comparisons for line in _lines(comparison)),
+            *(line for comparison in ordered for line in _lines(comparison)),
             *(f"note: {note}" for note in notes),
             f"{policy.name}: {verdict}",
         ]

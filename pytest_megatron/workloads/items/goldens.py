@@ -308,9 +308,11 @@ class GoldenWriter:
                 f"goldens: {counted(num_left, 'candidate')} in the run directory; to look at what "
                 f"would change: pytest-megatron golden accept {run_dir} --dry-run"
             )
-        if not self._options.is_writing_goldens or not records:
+        if not self._options.is_writing_goldens or self._options.is_plan:
             return True
-        if exit_status != pytest.ExitCode.OK:
+        if not records:
+            self.lines.append("goldens: none written, no workload ran; -rs says why")
+        elif exit_status != pytest.ExitCode.OK:
             self.lines.append("goldens: none written, since not all of this run was clean")
         elif not offered:
             self.lines.append("goldens: none written, none was missing")

@@ -176,7 +176,7 @@ def _strength(failed: Comparison) -> float:
     return max((abs(part) / most for part, most in found if part is not None and most), default=1.0)
 
 
-def _most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
+def most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
     """Return comparisons by strength, and before all others the one that was off first.
 
     Where the strongest has no step of its own, as a mean has none, it stays before all others.
@@ -223,7 +223,7 @@ class RepeatComparison:
     @property
     def failed(self) -> tuple[Comparison, ...]:
         """The metrics that disagree: the one that was off first, then by how far they are off."""
-        return _most_telling_first(c for c in self.comparisons if not c.passed)
+        return most_telling_first(c for c in self.comparisons if not c.passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,11 +252,13 @@ class Judgement:
     def in_short(self) -> str:
         """The metric that disagrees and where, for a line that ends at the terminal's width."""
         failed = [c for repeat in self.failed for c in repeat.failed]
-        first = _most_telling_first(failed)[0]
+        first = most_telling_first(failed)[0]
         num_more = len({comparison.metric for comparison in failed} - {first.metric})
         step = None if first.summary is not None else first.first
         where = "" if step is None else f" at {step.where}"
         what = f": {first.rule.value}" if first.is_golden_to_blame else " is off"
+        if first.rule is ComparisonRule.FROZEN:
+            what = " is frozen"
         if step is not None and step.observed is not None and not is_finite(step.observed):
             what = f" is {step.observed}"
         return f"{first.metric}{what}{where}" + (f" (and {num_more} more)" if num_more else "")

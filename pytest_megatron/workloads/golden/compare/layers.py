@@ -410,10 +410,14 @@ def _shape(golden: Series, observed: Series, limits: LossLimits) -> LayerFinding
     frozen = find_frozen(golden, observed, least_steps=least)
     first, last = frozen or (0, -1)
     num_steps = sum(first <= step <= last for step in golden.steps)
-    note = f"constant from step {first} to {last}, where the golden moves"
+    layer = counting_layer(ComparisonRule.FROZEN, num_steps, least - 1, "steps")
+    if frozen is None:
+        return LayerFinding(layer=layer)
+    at, expected = dict(observed.items())[first], dict(golden.items())[first]
     return LayerFinding(
-        layer=counting_layer(ComparisonRule.FROZEN, num_steps, least - 1, "steps"),
-        notes=() if frozen is None else (note,),
+        layer=layer,
+        first=StepDifference(step=first, observed=at, golden=expected),
+        notes=(f"constant from step {first} to {last}, where the golden moves",),
     )
 
 

@@ -331,7 +331,7 @@ def _headline(comparison: Comparison) -> str:
             f"{metric}, {s.name}: observed {s.observed:.6g}, golden {s.golden:.6g}, "
             f"{_off(relative(s.observed, s.golden), s.tolerance, sign='+')}"
         )
-    if comparison.first is not None:
+    if comparison.first is not None and rule is not ComparisonRule.FROZEN:
         return f"{metric}, {comparison.first.where}: {_at_step(comparison.first, rule)}"
     return f"{metric}: {rule.value}"
 

@@ -72,6 +72,15 @@ def test_a_different_run_fails_and_says_where(golden: Path, observed: Path) -> N
     assert [comparison[key] for key in wanted] == ["lm loss", "early window", 7, 7]
 
 
+def test_what_failed_comes_first(golden: Path, observed: Path) -> None:
+    for path, num in ((golden, 100.0), (observed, 200.0)):
+        zeros = dict.fromkeys(LOSS, num)
+        write_metrics(path, {"lm loss": series_of(LOSS), "num-zeros": series_of(zeros)})
+    found = check(golden, observed)
+    assert (found.code, found.out.startswith("num-zeros, ")) == (1, True)
+    assert "\nlm loss: passed, " in found.out
+
+
 def test_the_policy_and_its_mode_can_be_chosen(golden: Path, observed: Path) -> None:
     write_metrics(observed, {"lm loss": series_of({**LOSS, 7: 99.0})})
     megatron = ("--golden-policy", "megatron", "--metric", "lm loss")

@@ -9,6 +9,7 @@ from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
     StepDifference,
+    render,
 )
 from pytest_megatron.workloads.golden.model import (
     NOWHERE,
@@ -172,9 +173,13 @@ def test_a_small_late_shift_fails_by_the_mean_of_the_tail() -> None:
 def test_a_curve_that_stands_still_is_frozen() -> None:
     curve = {s: 3.0 + 1e-5 * (s % 7) for s in range(1, 51)}
     frozen: Values = {s: v if s < 40 else curve[40] for s, v in curve.items()}
+    frozen[37] = curve[37] * (1 + 1e-7)
     comparison = judge({**curve}, frozen, provenance=DETERMINISTIC)
     assert comparison.rule is ComparisonRule.FROZEN
     assert comparison.notes == ("constant from step 40 to 50, where the golden moves",)
+    assert comparison.first is not None
+    assert comparison.first.step == 40
+    assert render(comparison).startswith("lm loss: frozen; constant from step 40 to 50, ")
 
 
 def test_a_golden_that_stands_still_allows_a_run_that_does() -> None:

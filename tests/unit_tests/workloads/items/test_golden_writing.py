@@ -221,6 +221,15 @@ def test_our_own_directory_does_not_make_the_tree_dirty(refreshed: Run, project:
     assert git(project, "status", "--porcelain", "--", ".", ":(exclude)golden_values") == ""
 
 
+def test_a_refresh_in_which_no_workload_ran_says_so(tmp_path: Path) -> None:
+    project = Project(root=tmp_path)
+    project.row(project.case("new"), write_golden=False, platforms=["dgx_a100"])
+    commit(project)
+    run = project.run("recipes", "--golden", "refresh")
+    assert (run.returncode, " 1 skipped in " in run.stdout) == (0, True)
+    assert "\ngoldens: none written, no workload ran; -rs says why\n" in run.stdout
+
+
 def test_a_dirty_tree_is_refused_before_anything_runs(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("new"), write_golden=False)

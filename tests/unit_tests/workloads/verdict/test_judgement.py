@@ -76,6 +76,11 @@ def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) ->
             "lm loss is off at step 1 (and 1 more)",
             id="a time that is missing says least",
         ),
+        pytest.param(
+            {"lm_loss": {25: 3.7500005, **dict.fromkeys(range(31, 51), 3.45)}},
+            "lm loss is frozen at step 31",
+            id="where it froze, not where it was off by a bit",
+        ),
     ],
 )
 def test_a_headline_names_the_strongest_finding(

@@ -88,17 +88,19 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
     places = (*ran.places, *ran.others) if wanted else ran.places
     if not places:
         raise LaunchError(line, f"ended with exit code 0{_why_no_metric(ran)}; nothing was written")
-    click.echo("\nmetrics:")
-    for place in ran.places:
-        click.echo(f"  {place.where}")
-        for name in place.names[:_SHOWN]:
-            click.echo(f"    {description(name, place.metrics[name])}")
     best = next((p for p in places if set(wanted) <= p.metrics.keys()), None)
     if best is None:
         known = sorted({name for place in places for name in place.metrics})
         problem = f"is not among the metrics, expected some of {', '.join(known)}"
         raise LaunchError(f"--metric {' '.join(wanted)}", problem)
-    best = replace(best, wanted=tuple(wanted) or _lasting(best))
+    best = replace(best, wanted=tuple(wanted))
+    others = [place for place in ran.places if place.keys != best.keys]
+    click.echo("\nmetrics:")
+    for place in (best, *others):
+        click.echo(f"  {place.where}")
+        for name in place.names[:_SHOWN]:
+            click.echo(f"    {description(name, place.metrics[name])}")
+    best = best if wanted else replace(best, wanted=_lasting(best))
     _say_others(best, (*ran.places, *ran.others))
     if (odd := disagreement(best, ran.places)) is not None:
         click.echo(f"two sources disagree: {odd}; the row reads {best.where}")

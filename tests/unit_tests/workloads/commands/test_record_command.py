@@ -236,6 +236,16 @@ def test_a_row_that_differs_from_a_command_that_repeats_is_told(project: Path) -
     assert "by hand it repeats, as a row it differs" in done.stdout
 
 
+def test_a_metric_that_is_no_loss_by_name_is_read_where_it_is_asked_for(project: Path) -> None:
+    words = ["python", "loop.py", "epochs", "--max_steps=2"]
+    done = record(project, "--dry-run", "--metric", "Validation bpb", "--", *words, ASKED="me")
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = "\nmetrics:\n  printed, any number, counted from 1\n    Validation bpb: 2 steps, 1 to 2"
+    assert told in done.stdout
+    assert "    names: [Validation bpb]\n" in done.stdout
+    assert "Validation bpb repeats: 2 steps equal in 2 runs\n" in done.stdout
+
+
 def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
     done = record(project, "--", "python", "loop.py", "noisy")
     assert done.returncode == 1

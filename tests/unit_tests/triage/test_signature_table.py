@@ -37,6 +37,10 @@ REFUSED_BY_CUDA = (  # https://github.com/NVIDIA/nccl/issues/1410
     "error\nncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\n"
     "Cuda failure 1 'invalid argument'"
 )
+NO_SHARED_MEMORY = (  # aten/src/ATen/MapAllocator.cpp of torch
+    "RuntimeError: unable to allocate shared memory(shm) for file </torch_28063_3546165865_0>: "
+    "No space left on device (28)"
+)
 SEGMENT = (  # https://github.com/WangRongsheng/XrayGLM/issues/83
     "torch.distributed.DistBackendError: NCCL error in: ../ProcessGroupNCCL.cpp:1691, unhandled "
     "system error\nncclSystemError: System call failed.\nLast error:\n"
@@ -87,6 +91,9 @@ def test_every_example_of_every_rule_has_a_source() -> None:
         ("fatal: repository 'https://github.com/example/none.git/' not found", "exception"),
         (REFUSED_BY_CUDA, "nccl_refuses"),
         (SEGMENT, "shared_memory"),
+        (f"Caught it in DataLoader worker process 0.\n{NO_SHARED_MEMORY}", "shared_memory"),
+        ("OSError: [Errno 28] No space left on device: '/dev/shm/x.bin'", "shm_full"),
+        ("OSError: [Errno 28] No space left on device: '/mnt/x.bin'", "disk_full"),
         ("HTTPError: 500 Server Error: x for url: http://127.0.0.1:38435/v1", "failed_here"),
         ("openai.InternalServerError: Error code: 500 - {'detail': 'x'}", "exception"),
         ("urllib.error.HTTPError: HTTP Error 500: Internal Server Error", "exception"),

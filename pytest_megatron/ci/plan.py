@@ -313,6 +313,8 @@ class _Cases:
         """Return whether a case is compared with a golden; None where there is none to read."""
         if workload.own_case is not None:
             return compares_metrics(workload.own_case)
+        if workload.script is not None and not workload.calls_driver:
+            return False
         path = case_path(self._root, workload)
         if path not in self._found:
             try:

@@ -145,24 +145,9 @@ class AttemptDirs:
         return self.root / "metrics.json"
 
     @property
-    def project_copy(self) -> Path:
-        """The copy of the project that a recipe's script runs in."""
-        return self.root / "project"
-
-    @property
     def home(self) -> Path:
         """HOME of a recipe's script."""
         return self.root / "home"
-
-    @property
-    def bin(self) -> Path:
-        """First on the PATH of a recipe's script."""
-        return self.root / "bin"
-
-    @property
-    def prelude(self) -> Path:
-        """Start-up file of every bash of a recipe's script."""
-        return self.root / "prelude.sh"
 
     @property
     def assets(self) -> Path:

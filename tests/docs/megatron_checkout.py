@@ -15,13 +15,29 @@ spec:
   nodes: 1
   gpus: 2
   platforms: dgx_h100
-  training_script_path: pretrain_gpt.py
+  script: |-
+    set -euo pipefail
+    cd /opt/megatron-lm
+    export GPUS_PER_NODE={gpus}
+    ARGUMENTS=(
+        "DATA_PATH=/mnt/artifacts"
+        "DATA_CACHE_PATH=/workspace/data/cache"
+        "OUTPUT_PATH={assets_dir}"
+        "TENSORBOARD_PATH={assets_dir}/tensorboard"
+        "CHECKPOINT_SAVE_PATH={artifacts_dir}/checkpoints"
+        "CHECKPOINT_LOAD_PATH=/mnt/artifacts"
+        "TRAINING_SCRIPT_PATH=pretrain_gpt.py"
+        "TRAINING_PARAMS_PATH=./CASE/model_config.yaml"
+        "GOLDEN_VALUES_PATH=./CASE/golden_values_{environment}_{platforms}.json"
+        "N_REPEAT={n_repeat}"
+    )
+    bash ./tests/functional_tests/shell_test_utils/run_ci_test.sh ${{ARGUMENTS[@]}}
 products:
   - test_case: [tp2]
     products:
       - environment: [dev]
         scope: [mr-github-slim]
-"""
+""".replace("CASE", "tests/functional_tests/test_cases/{model}/{test_case}")
 
 cases = Path("tests/functional_tests/test_cases/gpt/tp2")
 recipes = Path("tests/test_utils/recipes/h100")

@@ -17,7 +17,6 @@ import logging
 import os
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -105,13 +104,19 @@ class SelectionPlugin:
 
     def _with_scripts(self, workloads: Sequence[Workload]) -> Sequence[Workload]:
         """Return rows, what scripts hand to Megatron-LM's driver as rows that we start."""
-        from pytest_megatron.workloads.recipe.megatron_row import native_rows, require_yq  # noqa: PLC0415 - reads cases
+        from pytest_megatron.workloads.recipe.megatron_row import (  # noqa: PLC0415 - reads cases
+            native_rows,
+            require_yq,
+            run_by_bash,
+        )
 
         if self._session.options.script == "native":
             rows = native_rows(workloads, os.environ, self._session.root)
         else:
             why = "megatron_script = bash"
-            rows = tuple(replace(w, by_bash=why) if w.calls_driver else w for w in workloads)
+            rows = tuple(
+                run_by_bash(row, os.environ, why) if row.calls_driver else row for row in workloads
+            )
         if (by_bash := next((row for row in rows if row.by_bash is not None), None)) is not None:
             require_yq(f"{by_bash.file}: {by_bash.by_bash}")
         return rows

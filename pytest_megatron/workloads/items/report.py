@@ -305,6 +305,8 @@ def summary_line(
         parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
     if problem is not None:
         parts.append(problem.partition("\n")[0])
+    elif training.job.case is None:
+        parts.append("judged by its exit code alone")
     elif judgement is not None:
         notes = [
             f"resumed: {note}" if repeat.against == "first phase" else note

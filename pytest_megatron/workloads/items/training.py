@@ -426,10 +426,14 @@ class TrainingPlugin(RecordCarrier):
             if isinstance(engine, Describing):
                 shown = engine.describe(checked.plan, checked.needed)
                 lines += [f"  {job.redactor(checked.plan).text(line)}" for line in shown]
-            print_plan(self._config, job, checked.plan, golden, lines)
-            if not skipped:
-                require_inputs(checked.plan)
-        return bool(skipped) or not any(finding.is_error for finding in checked.findings)
+        is_refused = any(finding.is_error for finding in checked.findings)
+        try:
+            require_inputs(checked.plan)
+        except LaunchError as problem:  # the plans of the others are wanted as well
+            lines.append(f"  {self._session.shorten(str(problem))}")
+            is_refused = True
+        print_plan(self._config, job, checked.plan, golden, lines)
+        return bool(skipped) or not is_refused
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:
         """Keep the record of a workload, also as properties of its item."""
@@ -471,7 +475,6 @@ def make_item_job(session: RunSession, workload: Workload, node_id: str) -> Chec
         backoff_s=options.retry_backoff_s,
         table=session.table,
         replay=Replay.of(os.environ),
-        is_writing_goldens=options.is_writing_goldens,
     )
     return make_job(job_options, engine_of(session), workload, node_id, num_repeats=num_repeats)
 

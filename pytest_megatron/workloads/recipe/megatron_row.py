@@ -110,6 +110,15 @@ def is_yq(program: str | None) -> bool:
     return "mikefarah" in done.stdout
 
 
+def run_by_bash(row: Workload, env: Mapping[str, str], why: str) -> Workload:
+    """Return a row whose script bash runs, with the ranks that the driver starts."""
+    is_said = _RANKS in str(row.script)
+    text = env.get(_RANKS, "") or _DEFAULT_RANKS
+    return replace(
+        row, by_bash=why, gpus=int(text) if text.isdecimal() and not is_said else row.gpus
+    )
+
+
 def setup_lines(script: str) -> Iterator[str]:
     """Yield the lines of a `script_setup` that do more than get the code, which is there."""
     for line in script.splitlines():
@@ -290,7 +299,7 @@ class _Native:
     def _by_bash(self, line: int, text: str) -> Workload:
         """Return the row with the reason why bash runs it."""
         why = f"line {self._file_line(line)}: {_MARK.sub(_shown, text)}"
-        return replace(self._row, by_bash=why)
+        return run_by_bash(self._row, self._env, why)
 
     def _error(self, line: int, problem: str) -> RecipeError:
         text = _MARK.sub(_shown, problem)

@@ -534,11 +534,6 @@ def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
     """Explain a program that had done its work, and did not exit."""
     dirs = end.plan.dirs
     logs = {rank: dirs.logs / str(rank) / "stderr.log" for rank in end.waiting}
-    if end.plan.is_script:  # whose launcher has them elsewhere; the last attempt wins
-        units = _units(AttemptDirs(root=dirs.root.parent).assets)
-        found = [log for unit in units for log in unit.logs if log.path.name == "stderr.log"]
-        found.sort(key=lambda log: log.path.stat().st_mtime)
-        logs |= {log.rank: log.path for log in found if log.rank in logs}
     stacks = {rank: tail(log) for rank, log in logs.items() if log.exists()}
     where = where_ranks_were({rank: _innermost(stack) for rank, stack in stacks.items()})
     what = f"trained to the end, and {name_ranks(end.waiting)} did not exit"
@@ -557,21 +552,6 @@ def _innermost(stack: Sequence[str]) -> str | None:
     heads = (place for place, line in enumerate(stack) if line.startswith("Current thread"))
     frames = [frame for frame in map(frame_of, stack[next(heads, 0) :]) if frame is not None]
     return innermost(frames)
-
-
-def why_a_script_failed_late(end: PhaseEnd) -> FailureCause:
-    """Explain a recipe's script that failed after all of its trainings had ended well."""
-    log = end.plan.dirs.launcher_log
-    lines = tail(log, is_noise=lambda line: not line.startswith(_OF_PYTEST))
-    errors = [line.removeprefix(_ERROR).strip() for line in lines if line.startswith(_ERROR)]
-    said = f": {[*errors, *lines[-1:]][0]}" if lines else ""
-    what = f"trained to the end, and then the script {_ended(end.returncode)}{said}"
-    return FailureCause(
-        text=make_headline("", what),
-        see=str(log),
-        evidence=tail(log, is_noise),
-        is_after_training=True,
-    )
 
 
 def _shown(end: PhaseEnd, root: RecordedDiagnosis, place: RecordedEvidence) -> tuple[str, ...]:

@@ -19,10 +19,9 @@ from typing import Protocol
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.errors import GoldenError, MetricsError
+from pytest_megatron.errors import MetricsError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.runs.record import RecordedHealthFile, to_json
 from pytest_megatron.runs.redact import Redactor, redact_tree
 from pytest_megatron.triage.signatures import Table, builtin_table
@@ -34,13 +33,10 @@ from pytest_megatron.workloads.engine.api import (
     TroubleKind,
 )
 from pytest_megatron.workloads.golden.compare.result import Comparison
-from pytest_megatron.workloads.golden.model import Generation, MetricMap, generation_to_json
-from pytest_megatron.workloads.golden.store import read_metrics, write_metrics
+from pytest_megatron.workloads.golden.store import write_metrics
 from pytest_megatron.workloads.recipe.case import (
-    LIGHTWEIGHT_ITERS,
     CaseMode,
     TestType,
-    WorkloadCase,
 )
 from pytest_megatron.workloads.training.plan.phases import iteration_name
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
@@ -48,21 +44,14 @@ from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
     End,
     ForwardingListener,
-    PhaseEnd,
 )
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
     FailureCause,
-    cause_of_measured,
     decide_training,
-    diagnose_phase,
-    find_problem,
     judge_attempt,
     judge_generation,
-    missing_metric,
     note_triage,
-    one_value_each,
-    why_a_script_failed_late,
     why_it_failed,
 )
 from pytest_megatron.workloads.verdict.gradients import (
@@ -74,134 +63,6 @@ from pytest_megatron.workloads.verdict.losses import FiniteLosses
 from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
 
 _RESUMES = (TestType.CKPT_RESUME, TestType.FROZEN_RESUME)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptResult:
-    """Result of a script.
-
-    Attributes:
-        metrics: Metrics of each training that it ran: one, or two of a resume.
-        generation: Result of an inference case.
-        cause: None if it did what the case expects.
-    """
-
-    metrics: tuple[MetricMap, ...] = ()
-    generation: Generation | None = None
-    cause: FailureCause | None = None
-
-
-def judge_script(
-    end: PhaseEnd,
-    case: WorkloadCase,
-    dirs: AttemptDirs,
-    *,
-    metric_names: Sequence[str],
-    is_lightweight: bool,
-    time_limit_s: float,
-) -> ScriptResult:
-    """Return what a script wrote and what is wrong with it, if anything.
-
-    Args:
-        end: How the script ended.
-        case: Says what must have been measured.
-        dirs: Directories of the attempt; the script wrote below its `assets` and `artifacts`.
-        metric_names: Names by `metric_names_of`.
-        is_lightweight: Whether it was to train only a few iterations.
-        time_limit_s: For the text.
-    """
-    if not end.is_clean:
-        return ScriptResult(cause=why_it_failed(end, time_limit_s))
-    if (restarted := _find_restart(dirs)) is not None:
-        text = "the script ended with exit code 0, but a rank failed and was started again"
-        return ScriptResult(cause=FailureCause(text=text, see=str(restarted)))
-    try:
-        if case.mode is CaseMode.INFERENCE:
-            return _judge_generation(dirs, metric_names)
-        return _judge_training(case, dirs, metric_names, is_lightweight=is_lightweight)
-    except (GoldenError, MetricsError) as error:
-        return ScriptResult(
-            cause=FailureCause(text=f"the script ended with exit code 0, but {error}")
-        )
-
-
-def _judge_generation(dirs: AttemptDirs, names: Sequence[str]) -> ScriptResult:
-    """Return what a script's inference program generated."""
-    for path in _json_files(dirs):
-        generation = read_metrics(path).generation
-        if generation is None:
-            continue
-        absent = next((name for name in names if not generation.has(name)), None)
-        cause = (
-            None
-            if absent is None
-            else FailureCause(text=missing_metric(generation, absent), see=str(path))
-        )
-        return ScriptResult(generation=generation, cause=cause)
-    raise MetricsError(str(dirs.assets), "holds no output of an inference program")
-
-
-def _judge_training(
-    case: WorkloadCase, dirs: AttemptDirs, names: Sequence[str], *, is_lightweight: bool
-) -> ScriptResult:
-    """Return what a script's trainings measured."""
-    places = _event_dirs(dirs) or _json_files(dirs)[:1]
-    wanted = 2 if case.test_type in _RESUMES else 1
-    if len(places) != wanted:
-        found = ", ".join(str(place.relative_to(dirs.root)) for place in places) or "none"
-        raise MetricsError(
-            str(dirs.assets), f"holds metrics of {found}, expected those of {wanted} training(s)"
-        )
-    last = case.train_iters
-    if case.mode is CaseMode.RL or case.test_type is TestType.RELEASE:
-        last = case.exit_interval or last
-    if is_lightweight:
-        last = min(last, LIGHTWEIGHT_ITERS)
-    measured: list[MetricMap] = []
-    for place in places:
-        observed = read_metrics(place)
-        measured.append(one_value_each(observed, names, is_rl=case.mode is CaseMode.RL))
-        if problem := find_problem(measured[-1], names, last):
-            cause = cause_of_measured(problem, str(place), None)
-            return ScriptResult(metrics=tuple(measured), cause=cause)
-    return ScriptResult(metrics=tuple(measured))
-
-
-def _event_dirs(dirs: AttemptDirs) -> list[Path]:
-    """Return every directory of TensorBoard files; `results/` belongs to its parent."""
-    found = {
-        path.parent.parent if path.parent.name == "results" else path.parent
-        for root in (dirs.assets, dirs.artifacts)
-        for path in root.rglob("events*tfevents*")
-    }
-    return sorted(found)
-
-
-def _json_files(dirs: AttemptDirs) -> list[Path]:
-    """Return the files that a driver extracts its metrics to, or a program writes requests to."""
-    return sorted(dirs.assets.glob("golden_values*.json"))
-
-
-def _find_restart(dirs: AttemptDirs) -> Path | None:
-    """Return logs of a second attempt of a launcher: its first one failed, whatever came after."""
-    return next(iter(sorted(dirs.assets.rglob("attempt_[1-9]*"))), None)
-
-
-def find_saved(dirs: AttemptDirs, key: str) -> Path:
-    """Return the last checkpoint that Megatron-LM's driver had a start of a training save.
-
-    Args:
-        dirs: Directories of the attempt.
-        key: `MODEL_ARGS_<n>` of the start.
-
-    Raises:
-        MetricsError: There is none.
-    """
-    places = (dirs.artifacts, dirs.assets, dirs.checkpoints)
-    found = [path for place in places for path in place.rglob(f"repeat_*_key_{key}/iter_*")]
-    if not found:
-        raise MetricsError(str(dirs.artifacts), f"holds no checkpoint of {key}")
-    return max(found, key=lambda path: path.name)
 
 
 _LOG = logging.getLogger("pytest_megatron.workloads")
@@ -454,9 +315,7 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
         *earlier, last = attempt.ends
         whole = replace(last, end=End.EXITED, returncode=0)
         judged = judge_files(job, plan, replace(attempt, ends=(*earlier, whole)))
-        return _with_late(job, replace(judged, ends=attempt.ends), late)
-    if plan.script is not None and job.case is not None:
-        return _judged_script(job, job.case, plan, attempt)
+        return _with_late(replace(judged, ends=attempt.ends), late)
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
     if mode is CaseMode.INFERENCE:
         generation, cause = judge_generation(
@@ -487,58 +346,18 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
 def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
     """Return the failure of an attempt that came after its last training, None for another."""
     last = attempt.ends[-1] if attempt.ends else None
-    if last is None or last.is_clean or job.case is None:
+    if last is None or last.is_clean or last.end is not End.NOT_EXITED:
         return None
-    if last.end is End.NOT_EXITED:
-        is_last = last.plan.number == max(phase.number for phase in plan.phases)
-        return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
-    if not last.plan.is_script or last.end is not End.EXITED or last.returncode < 0:
-        return None
-    found = diagnose_phase(last, plan.time_limit_s, job.table)
-    has_failed_rank = found is not None and found.record.root_rank is not None
-    return None if has_failed_rank else why_a_script_failed_late(last)
+    is_last = last.plan.number == max(phase.number for phase in plan.phases)
+    return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
 
 
-def _with_late(job: WorkloadJob, attempt: Attempt, late: FailureCause) -> Attempt:
-    """Return an attempt that was judged without its late failure, with that as well.
-
-    A script that compares with a golden cannot end well while that golden is written.
-    """
-    if attempt.cause is not None:
-        is_script = attempt.ends[-1].end is End.EXITED
-        first, second = (attempt.cause, late) if is_script else (late, attempt.cause)
-        cause = replace(first, text=f"{first.text}; {second.text}", is_after_training=False)
-        return replace(attempt, cause=cause)
-    if job.is_writing_goldens and attempt.ends[-1].plan.is_script:
-        return replace(attempt, note=late.text)
-    return replace(attempt, cause=late)
-
-
-def _judged_script(
-    job: WorkloadJob, case: WorkloadCase, plan: AttemptPlan, attempt: Attempt
-) -> Attempt:
-    """Read what a recipe's own script left."""
-    (end,) = attempt.ends
-    result = judge_script(
-        end,
-        case,
-        attempt.dirs,
-        metric_names=job.metric_names or (),
-        is_lightweight=job.setting.is_lightweight or case.is_always_lightweight,
-        time_limit_s=plan.time_limit_s,
-    )
-    for number, measured in enumerate(result.metrics, start=1):
-        path = attempt.dirs.phase(number).metrics
-        path.parent.mkdir(exist_ok=True)
-        write_metrics(path, measured)
-    if result.generation is not None:
-        write_json_atomically(
-            attempt.dirs.phase(1).generated, generation_to_json(result.generation)
-        )
-    attempt = replace(
-        attempt, metrics=result.metrics, generation=result.generation, cause=result.cause
-    )
-    return attempt if attempt.cause is not None else _with_gradients(job, attempt)
+def _with_late(attempt: Attempt, late: FailureCause) -> Attempt:
+    """Return an attempt that was judged without its late failure, with that as well."""
+    if attempt.cause is None:
+        return replace(attempt, cause=late)
+    text = f"{late.text}; {attempt.cause.text}"
+    return replace(attempt, cause=replace(late, text=text, is_after_training=False))
 
 
 def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
@@ -547,7 +366,7 @@ def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     if tolerance is None:
         return attempt
     try:
-        (name, first), *others = _checkpoints(job, attempt)
+        (name, first), *others = _checkpoints(attempt)
         measured = measure_gradients(
             sys.executable, first, [path for _, path in others], job.setting.env
         )
@@ -560,15 +379,8 @@ def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
     return replace(attempt, gradients=tuple(compared))
 
 
-def _checkpoints(job: WorkloadJob, attempt: Attempt) -> list[tuple[str, Path]]:
-    """Return the checkpoints of each start of a checkpoint-consistency, with its name.
-
-    Raises:
-        MetricsError: The driver of a script left none of a start.
-    """
-    if job.case is not None and attempt.ends[0].plan.is_script:
-        keys = [variant.key for variant in job.case.variants]
-        return [(key, find_saved(attempt.dirs, key)) for key in keys]
+def _checkpoints(attempt: Attempt) -> list[tuple[str, Path]]:
+    """Return the checkpoints of each start of a checkpoint-consistency, with its name."""
     found = []
     for end in attempt.ends:
         assert end.plan.saves is not None

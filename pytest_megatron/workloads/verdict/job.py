@@ -49,7 +49,7 @@ from pytest_megatron.workloads.training.plan.plan import (
     plan_attempt,
     require_inputs,
 )
-from pytest_megatron.workloads.training.plan.script import ScriptMachine, look_at_machine
+from pytest_megatron.workloads.training.plan.script import SHARED_CHECKPOINTS
 from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
 from pytest_megatron.workloads.verdict.gradients import tolerance_of
 from pytest_megatron.workloads.verdict.retry import (
@@ -64,12 +64,11 @@ class WorkloadJob:
 
     Attributes:
         node_id: What the user types to get exactly this workload.
-        case: None for a row with a script of its own.
+        case: None for a row with a script.
         num_repeats: How often it is trained.
         retry: When a repeat is started again.
         table: The signatures that a failure is looked up in.
         replay: What of it is done again, where this is about an earlier run.
-        is_writing_goldens: Whether what it measures is to become a golden.
         config_hash: The `fingerprint` of case and row as they are trained.
     """
 
@@ -82,7 +81,6 @@ class WorkloadJob:
     retry: RetryPolicy
     table: Table = field(default_factory=builtin_table)
     replay: Replay = field(default_factory=Replay)
-    is_writing_goldens: bool = False
     config_hash: str | None = None
 
     @property
@@ -228,6 +226,13 @@ class CheckedJob:
                 f"has a script and nodes: {self.needed.num_nodes}; a script is run on one node; "
                 f"name the program by training_script_path instead, whose ranks are started on all",
             )
+        workload, shared = self.job.workload, SHARED_CHECKPOINTS
+        if workload.by_bash is not None and shared.is_dir() and any(shared.iterdir()):
+            raise LaunchError(
+                workload.where,
+                f"bash runs Megatron-LM's driver ({workload.by_bash}), which would load what "
+                f"another run left in {shared}, nothing was run; remove that",
+            )
         require_inputs(self.plan)
 
     def plan_of(
@@ -266,7 +271,6 @@ class JobOptions:
     backoff_s: float = 0.0
     table: Table = field(default_factory=builtin_table)
     replay: Replay = field(default_factory=Replay)
-    is_writing_goldens: bool = False
 
 
 class JobPlace(Protocol):
@@ -292,9 +296,6 @@ def make_job(
         options.setting,
         is_lightweight=options.setting.is_lightweight or asks_for_few,
         has_ft_launcher=importlib.util.find_spec(FT_PACKAGE) is not None,
-        machine=ScriptMachine()
-        if workload.script is None
-        else look_at_machine(options.setting.env),
         secret_names=options.project.secret_names,
         kept_variables=options.project.kept_variables,
     )
@@ -313,7 +314,6 @@ def make_job(
         ),
         table=options.table,
         replay=options.replay,
-        is_writing_goldens=options.is_writing_goldens,
         config_hash=config_hash(setting.root, workload),
     )
     checked = check_job(job)
@@ -449,14 +449,14 @@ def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
 
 
 def read_case_of(root: Path, workload: Workload) -> WorkloadCase | None:
-    """Return the test case of a row; None for one with a script and without a case.
+    """Return the test case of a row; None for one with a script, which does what it wants.
 
     Raises:
         CaseError: The case cannot be read, or names no metric.
     """
-    path = case_path(root, workload)
-    if workload.script is not None and not path.is_file():
+    if workload.script is not None:
         return None
+    path = case_path(root, workload)
     if workload.of_driver is not None and not path.is_file():
         raise RecipeError(
             workload.where, f"{workload.test_case!r} has no case, expected {path}; add it"

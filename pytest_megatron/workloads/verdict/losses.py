@@ -41,11 +41,11 @@ class FiniteLosses:
     def of(cls, job: WorkloadJob) -> Self | None:
         """Return those of a job; None where its attempts have no verdict before their end.
 
-        One that is expected to fail has none, and a recipe's own script and an inference program
-        write what they measured at the end.
+        One that is expected to fail has none, nor has a recipe's own script, and an inference
+        program writes what it measured at the end.
         """
         case = job.case
-        if case is None or job.metric_names is None or job.workload.script is not None:
+        if case is None or job.metric_names is None:
             return None
         if case.evaluation is not Evaluation.PASS or case.mode is CaseMode.INFERENCE:
             return None

@@ -57,6 +57,7 @@ class Lab:
         """Return the environment of a step."""
         env = {k: v for k, v in os.environ.items() if k in KEPT or not k.startswith("PYTEST_")}
         env |= {"DATA_PATH": str(self.data), MARK: f"{os.getpid()}-{step}", "PYTHONUNBUFFERED": "1"}
+        env["GPUS_PER_NODE"] = "1"  # of rows whose script leaves it to the driver, which takes 8
         env |= {"PYTEST_MEGATRON_LEASES": str(self.out / "leases" / step), "NCCL_NVLS_ENABLE": "0"}
         if self.no_gpu:
             env["PYTHONPATH"] = os.pathsep.join((str(HERE / "no_gpu"), env.get("PYTHONPATH", "")))

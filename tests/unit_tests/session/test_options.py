@@ -370,7 +370,7 @@ def test_a_program_that_is_not_there_is_an_error_of_plan_and_run(tmp_path: Path)
     (tmp_path / "train.py").unlink()
     problem = "there is no such program, nothing was run; write it, or change the recipe's"
     plan = project.run("recipes", "--plan", "--golden", "off")
-    assert (plan.returncode, problem in plan.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
+    assert (plan.returncode, problem in plan.stdout) == (pytest.ExitCode.USAGE_ERROR, True)
     run = project.run("recipes", "--golden", "off")
     assert run.outcomes == {"new": "ERROR"}
     assert problem in run.stdout

@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -57,13 +57,7 @@ from pytest_megatron.workloads.training.plan.phases import (
     trace_steps_of,
     with_words,
 )
-from pytest_megatron.workloads.training.plan.script import (
-    ScriptFiles,
-    ScriptMachine,
-    redirected,
-    script_env,
-    script_files,
-)
+from pytest_megatron.workloads.training.plan.script import redirected, script_env
 from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
 from pytest_megatron.workloads.training.plan.trace_settings import (
     TraceSettings,
@@ -387,7 +381,6 @@ class AttemptPlan:
         time_limit_s: For all phases together; of a release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
-        script_files: What that needs beside itself.
         start_from: Checkpoints of an earlier run that the first phase finds, or None.
     """
 
@@ -398,7 +391,6 @@ class AttemptPlan:
     time_limit_s: float
     target: Target | None = None
     script: str | None = None
-    script_files: ScriptFiles | None = None
     start_from: Path | None = None
 
 
@@ -413,7 +405,6 @@ class Setting:
         is_lightweight: Only `LIGHTWEIGHT_ITERS` iterations and no comparison.
         devices: UUIDs of the leased GPUs; None leaves those that the controller sees.
         has_ft_launcher: Whether nvidia-resiliency-ext is installed.
-        machine: What a recipe's script finds.
         secret_names: Patterns of names that hold secrets, beside the usual ones.
         kept_variables: Patterns of names of variables that `plan.json` keeps, likewise.
         trace: What to record of each training's tensors, where that is possible; None is nothing.
@@ -426,7 +417,6 @@ class Setting:
     devices: tuple[str, ...] | None = None
     python: str = sys.executable
     has_ft_launcher: bool = False
-    machine: ScriptMachine = field(default_factory=ScriptMachine)
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
     trace: TraceValues | None = None
@@ -454,7 +444,7 @@ def plan_attempt(
         RecipeError: The row names no program, or asks for nodes that are not to be had here.
     """
     if workload.script is not None:
-        return _plan_script(workload, case, dirs, setting)
+        return _plan_script(workload, dirs, setting)
     assert case is not None
     setting = _with_script(workload, setting)
     is_light = setting.is_lightweight or case.is_always_lightweight
@@ -532,7 +522,7 @@ def require_inputs(plan: AttemptPlan) -> None:
     Raises:
         LaunchError: One is missing, or would not be loaded.
     """
-    if plan.script is None and not plan.cwd.is_dir():
+    if not plan.cwd.is_dir():
         raise LaunchError(
             str(plan.cwd), "there is no such directory, nothing was run; the row starts there"
         )
@@ -753,12 +743,11 @@ def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
 
 
-def _plan_script(
-    workload: Workload, case: WorkloadCase | None, dirs: AttemptDirs, setting: Setting
-) -> AttemptPlan:
+def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:
     """Plan a row that brings its own shell script."""
     phase = dirs.phase(1)
-    own = {**script_env(setting.env, dirs, workload.gpus), **_devices(workload, setting)}
+    own = script_env(setting.env, dirs, setting.python, workload.gpus)
+    own |= _devices(workload, setting)
     if setting.is_lightweight:
         own["ENABLE_LIGHTWEIGHT_MODE"] = "true"
     assert workload.script is not None
@@ -769,7 +758,6 @@ def _plan_script(
         n_repeat=1,  # we repeat it ourselves, each time in directories of its own
         name=workload.name,
     )
-    machine = setting.machine
     return AttemptPlan(
         phases=(
             PhasePlan(
@@ -780,22 +768,13 @@ def _plan_script(
                 dirs=phase,
                 last_iteration=None,
                 is_script=True,
-                exit_policy=ExitPolicy.FAIL if case is None else case.exit_policy,
             ),
         ),
         dirs=dirs,
-        cwd=dirs.project_copy,
+        cwd=setting.root,
         world_size=workload.nodes * workload.gpus,
         time_limit_s=_time_limit_s(workload),
-        script=redirected(script, dirs, machine),
-        script_files=script_files(
-            setting.root,
-            workload,
-            dirs,
-            machine,
-            setting.python,
-            is_release=case is not None and case.test_type is TestType.RELEASE,
-        ),
+        script=redirected(script, setting.root, dirs, setting.env),
     )
 
 

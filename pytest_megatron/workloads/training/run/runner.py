@@ -45,7 +45,6 @@ from pytest_megatron.workloads.training.plan.phases import (
     saved_iteration,
 )
 from pytest_megatron.workloads.training.plan.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
-from pytest_megatron.workloads.training.plan.script import lay_out_script
 
 _TAIL_BYTES = 1 << 16
 _TAIL_LINES = 10
@@ -555,11 +554,9 @@ def _prepare(plan: AttemptPlan, phase: PhasePlan) -> None:
         if str(phase.dirs.flight) in phase.own_env.get(FLIGHT_VARIABLE, ""):
             phase.dirs.flight.mkdir()
         if plan.script is not None:
-            plan.dirs.assets.mkdir()
-            plan.dirs.artifacts.mkdir()
+            for directory in (plan.dirs.assets, plan.dirs.artifacts, plan.dirs.home):
+                directory.mkdir()
             write_text_atomically(Path(phase.argv[-1]), plan.script)
-        if plan.script_files is not None:
-            lay_out_script(plan.script_files)
     except OSError as error:
         raise _cannot_write(error, phase.dirs.root) from error
 
@@ -713,7 +710,8 @@ class _ExitWatch:
         """Return true if nothing but its exit is missing, and nothing has happened for a while."""
         now = time.monotonic()
         took_s = now - self._looked_at
-        if took_s < _EXIT_LOOK_S or self.phase.exit_policy is ExitPolicy.WAIT:
+        is_watched = not self.phase.is_script and self.phase.exit_policy is not ExitPolicy.WAIT
+        if took_s < _EXIT_LOOK_S or not is_watched:
             return False
         self._looked_at = now
         before, self._seen = self._seen, process.activity()

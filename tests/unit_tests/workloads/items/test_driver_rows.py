@@ -32,6 +32,7 @@ bash ./tests/functional_tests/shell_test_utils/run_ci_test.sh ${{ARGUMENTS[@]}}
 """
 RANKS = "export GPUS_PER_NODE={gpus}"
 FAULTS = {"wrong_loss": "nan@3", "ends_early": "exit0@8", "crashes": "kill@3:1"}
+YQ = "#!/bin/sh\necho 'yq (https://github.com/mikefarah/yq/) version v4.45.1'\n"
 
 
 def script(more: str = RANKS) -> str:
@@ -112,6 +113,43 @@ def test_ranks_are_as_many_as_the_driver_would_start(project: Project) -> None:
     assert "ranks: 8 on cpu" in plan.stdout
     plan = project.run("recipes", "--plan", "--scope", "L1", run_dir="", GPUS_PER_NODE="3")
     assert "ranks: 3 on cpu" in plan.stdout
+
+
+def test_bash_runs_what_is_not_known_and_the_header_says_so(tmp_path: Path) -> None:
+    project = Project(root=tmp_path / "project", gpus=1)
+    project.row(project.case("known"), script=[script("ls")], write_golden=False)
+    driver = project.root / "tests/functional_tests/shell_test_utils/run_ci_test.sh"
+    driver.parent.mkdir(parents=True)
+    said = '"$@" "ranks of a node: $GPUS_PER_NODE"'
+    driver.write_text(f"/usr/local/bin/yq; echo {said}; pwd; exit 3\n")
+    (tools := tmp_path / "tools").mkdir()
+    path = {"PATH": f"{tools}:/usr/bin:/bin"}
+    (tools / "yq").write_text("#!/bin/sh\necho 'yq 3.4.3'\n")
+    (tools / "yq").chmod(0o755)
+    ini = ("-o", "megatron_script=bash")
+    without = project.run("recipes", *ini, run_dir="without", **path)
+    assert without.returncode == pytest.ExitCode.USAGE_ERROR
+    assert without.text.count("needs yq 4") == 1
+    (tools / "yq").write_text(YQ)
+    found = project.run("recipes", *ini, run_dir="bash", **path)
+    assert found.verdict("known") == ("FAILED", "failed")
+    assert "bash runs 1 row of recipes/tiny.yaml, and their exit code counts: " in found.stdout
+    assert "the script ended with exit code 3" in found.problem("known")
+    log = (found.item_dir("known") / "repeat_1/attempt_1/phase_1/launcher.log").read_text()
+    assert "DATA_PATH=null" in log
+    assert "ranks of a node: 8" in log
+    assert "version v4" in log
+    assert log.splitlines()[-1] == str(project.root)
+    project.row(project.case("odd"), script=[script("touch odd")], write_golden=False)
+    odd = project.run("recipes", "--test-case", "odd", run_dir="odd", **path)
+    assert odd.verdict("odd") == ("FAILED", "failed")
+    assert "their exit code counts: line " in odd.stdout
+    assert ": touch odd\n" in odd.stdout
+    assert (project.root / "odd").exists()
+    (tools / "yq").unlink()
+    lacking = project.run("recipes", "--test-case", "odd", run_dir="lacking", **path)
+    assert lacking.text.count("needs yq 4") == 1
+    assert list(lacking.directory.rglob("plan.json")) == []
 
 
 def test_a_wrong_script_is_one_error_and_nothing_is_started(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ ROWS = """products:
     products:
       - {environment: [dev], scope: [mr, mr-github]}
 """
-SCRIPT = '  script: "run GOLDEN_VALUES_PATH=x"\n'
 
 Lint = Callable[[dict[Path | str, str]], list[str]]
 
@@ -83,8 +82,6 @@ def test_a_script_may_do_without_case_and_golden(findings: Lint) -> None:
     head = HEAD + "  script: run me\n"
     assert findings({"recipes/a.yaml": head + ROWS}) == []
     assert findings({"recipes/a.yaml": head + ROWS, CASE: "TEST_TYPE: regular"}) == []
-    (finding,) = findings({"recipes/a.yaml": HEAD + SCRIPT + ROWS})
-    assert "missing-golden" in finding
 
 
 def test_a_row_without_script_needs_a_case_and_a_program(findings: Lint) -> None:

@@ -1,1 +1,0 @@
-"""Stand-ins for commands that recipe scripts expect."""

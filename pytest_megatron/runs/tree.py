@@ -66,9 +66,8 @@ class _Entry(NamedTuple):
 def read_tree(root: Path) -> Tree:
     """Return the state of the checkout that a project is in."""
     root = root.resolve()
-    top = ask_git(root, "rev-parse", "--show-toplevel")
-    commit = ask_git(root, "rev-parse", "--verify", "HEAD")
-    if top is None or commit is None:
+    top, _, commit = (ask_git(root, "rev-parse", "--show-toplevel", "HEAD") or "").rpartition("\n")
+    if not commit:
         return Tree()
     listed = _git(root, "ls-files", "-z", "-v", "-s", "--full-name", "--", ":/", *_NO_CHANGES)
     entries = [_Entry(e[0], e[2:].split(" ")[0], e.partition("\t")[2]) for e in listed or ()]

@@ -168,7 +168,6 @@ class GoldenWriter:
         """
         facts, job = self._session.facts, checked.job
         self._refuse_uncommitted(facts)
-        self._refuse_changed(job)
         target = new_golden_path(self._root, job.workload)
         if not job.is_compared or not self.wants(has_golden=target.is_file()):
             return
@@ -177,6 +176,7 @@ class GoldenWriter:
         except OSError as error:
             problem = f"{error.filename}: cannot be written to: {error.strerror}"
             raise GoldenError(job.node_id, f"{problem}; nothing was run") from error
+        self._refuse_changed()
         name = PurePosixPath(target.relative_to(self._root))
         prospect = make_prospect(
             checked, name, facts, is_here=not engine_of(self._session).is_queue
@@ -210,12 +210,12 @@ class GoldenWriter:
             "which the golden then says",
         )
 
-    def _refuse_changed(self, job: WorkloadJob) -> None:
+    def _refuse_changed(self) -> None:
         """Refuse to measure a tree that is no more the one which the golden would name."""
-        if not self._options.is_writing_goldens or self._options.is_dirty_allowed:
+        if self._options.is_dirty_allowed:
             return
         changed = read_tree(self._root).since(tree_at_start(self._root))
-        if job.is_compared and changed:
+        if changed:
             raise GoldenError(
                 str(self._root),
                 f"--golden {self._options.golden}: the tree changed after the run had begun: "

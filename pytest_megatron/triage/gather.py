@@ -38,6 +38,7 @@ from pytest_megatron.triage.logs.lines import (
     last_iteration,
     parse_iteration,
     parse_line,
+    parse_progress,
     says_success,
     says_trouble,
 )
@@ -268,9 +269,9 @@ def _good_ends(
         lines = list(_tail_lines(end.log))
         far = last_iteration(line.text for line in lines if line.offset <= end.offset)
         behind = [line.text for line in lines if line.offset > end.offset]
-        return not any(
-            (says_trouble(text) and (far is None or parse_iteration(text) != far))
-            or (HEADER in text and not is_ignored(above))
+        steps = [step for step in map(parse_progress, behind) if step not in (None, far)]
+        return all(step[0] >= step[1] for step in steps[-1:]) and not any(
+            says_trouble(text) or (HEADER in text and not is_ignored(above))
             for above, text in itertools.pairwise(["", *behind])
         )
 

@@ -33,13 +33,16 @@ _LEAST_LITERAL = 4  # of fewer characters, every log is full
 TABLE = Path(__file__).parent / "signatures.toml"
 # No network and no machine raises these, whatever their texts quote.
 _OWN_MISTAKE = re.compile(
-    r"(?:^|^E +| - )Failed: |\b(?:\w+\.)*(?:\w*Assertion|Arithmetic|Attribute|FloatingPoint|Import"
-    r"|Indentation|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Overflow|Recursion|Syntax|Type|UnboundLocal"
-    r"|Unicode\w*|Value|ZeroDivision)Error\b"
+    r"(?:^|^E +| - )(?:Failed: |assert )|\b(?:\w+\.)*(?:\w*Assertion|Arithmetic|Attribute"
+    r"|FloatingPoint|Import|Indentation|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented"
+    r"|Overflow|Recursion|Syntax|Type|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error\b"
 )
 _BARE_NAME = re.compile(r"([A-Za-z_]\w*)(?::|$)")
-# A string that begins before the words of a signature; a field's, as of JSON, quotes nobody.
-_OPEN_QUOTE = re.compile(r"(?:^|(?<!:)[\s(\[{,])[fFrRbBuU]{0,2}([\"'`])(?:(?!\1).)*$")
+# What begins before the words of a signature: a string, the arguments of a test, a command that a
+# shell traces. A field's string, as of JSON, quotes nobody.
+_OPEN_QUOTE = re.compile(
+    r"(?:^|(?<!:)[\s(\[{,])[fFrRbBuU]{0,2}([\"'`])(?:(?!\1).)*$|::\w+\[[^\]]*$|^\++ "
+)
 _HOST = re.compile(
     r"host='([^']+)'|://([^/\s:'\"]+)|\bhost:? ([\w.-]+\.[\w.-]+)"
     r"|\b(?:connecting|connect|connection|reach) (?:to )?\(?'?([\w.-]+\.[\w.-]+|localhost)"
@@ -149,8 +152,11 @@ class Signature:
             case SearchedText.RAISED:
                 return self.search(message)
             case SearchedText.LINE if self.role is not LineRole.OUTCOME:  # says less than it
-                matches = (self.match_line(line) for line in message.splitlines())
-                return next((match for match in matches if match is not None), None)
+                for line in message.splitlines():
+                    match = self.match_line(line)
+                    if match is not None and not (self.explains and is_quoted(line, match.start())):
+                        return match
+                return None
             case _:
                 return None
 

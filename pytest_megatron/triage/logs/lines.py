@@ -61,7 +61,7 @@ _TROUBLE = re.compile(
 # Counts none, helped itself, or warns; as torch does of connections that its own end closed.
 _HARMLESS = re.compile(
     r"(?i)^\s|^\[?[IW]\d{3,4} |\bwarn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
-    r"|\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)|\bnon-?fatal"
+    r"|(?<![\d.])\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)|\bnon-?fatal"
     r"|\b(?:fail\w*|errors?)\b[\"']?\s*[:=]\s*(?:0\b|\d+\.\d|\[\]|false|none|null)"
 )
 # What begins something that must end as well, and how far it is.
@@ -70,7 +70,9 @@ _BEGIN = re.compile(
     r"|^\++ .*\b(?:torchrun|torch\.distributed\.(?:run|launch)|accelerate|deepspeed|mpirun|pytest"
     r"|srun)\b"
 )
-_FAR = re.compile(r"(?i)\b(?:iteration|iter|step|epoch)\b[:\s\[]*(\d+)\s*/\s*(\d+)")
+_FAR = re.compile(
+    r"(?i)\b(?:iteration|iter|step|epoch)\b[:\s\[]*(\d+)\s*/\s*(\d+)|\d%\|[^|]*\| *(\d+)/(\d+) \["
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +158,15 @@ def says_success(text: str) -> bool:
     return (found is not None and found[0] == found[1]) or _SUCCESS.search(text) is not None
 
 
+def parse_progress(text: str) -> tuple[int, int] | None:
+    """Return N and M of whatever goes on in M steps, None for every other line."""
+    found = _FAR.search(text)
+    return None if found is None else (int(found[1] or found[3]), int(found[2] or found[4]))
+
+
 def says_trouble(text: str) -> bool:
-    """Return true if a good end before this line is none: something failed, or goes on."""
-    far = _FAR.search(text)
-    if _BEGIN.search(text) or (far is not None and int(far[1]) < int(far[2])):
+    """Return true if a good end before this line is none: something failed, or began."""
+    if _BEGIN.search(text) is not None:
         return True
     return _TROUBLE.search(text) is not None and _HARMLESS.search(text) is None
 

@@ -121,6 +121,9 @@ PASSED = "===== 5 passed in 1.20s ====="
         ("JobState=FAILED Reason=NonZeroExitCode", "unknown"),
         (" iteration       60/     100 | lm loss: 9.1E+00 |", "unknown"),
         ("Epoch 1/3", "unknown"),
+        (" 60%|######    | 60/100 [00:10<00:05, 5.9it/s]", "unknown"),
+        ("slurmstepd: error: *** STEP 40.0 ON n1 CANCELLED AT 2023-12-05T07:16:01 ***", "unknown"),
+        ("Fatal Python error: _enter_buffered_busy: could not acquire lock", "segfault"),
         ("+ torchrun resume.py", "unknown"),
         ("===== test session starts =====\ncollected 3 items\n\ntests/test_b.py ..", "unknown"),
         (traceback("KeyError: 3") + "going on\n" * 9, "unknown"),
@@ -146,6 +149,7 @@ def test_a_good_end_after_which_something_failed_or_began_is_none(
         "exit code: 0",
         "JobState=COMPLETED ExitCode=0:0",
         "Epoch 3/3",
+        "Evaluating iter 1/2\nEvaluating iter 2/2",
         "WARNING: failed to remove /tmp/x",
         "+ rm -rf /tmp/x",
         "Cleaning up project directory\nFinished: SUCCESS",
@@ -352,6 +356,8 @@ FORMS: dict[str, Callable[[str], str]] = {
     "pytest": lambda said: by_pytest(said, f"fatal: the remote end hung up unexpectedly\n{ECC}"),
     "ranks": lambda said: textwrap.indent(by_pytest(said, ECC), "[rank1]: "),
     "label": lambda said: textwrap.indent(by_pytest(said, ECC), "1: ", lambda _: True),
+    "assert": lambda said: by_pytest("assert 'x' in log", said.partition(": ")[2]),
+    "test id": lambda said: by_pytest("RuntimeError: boom") + f"t.py::test_x[{said}] PASSED\n",
     "json": lambda said: json.dumps({"level": "error", "message": said}) + "\n",
     "logger": lambda said: f"2026-03-02 10:10:10,123 ERROR check: {said}\n",
 }
@@ -374,10 +380,22 @@ def test_an_exception_of_the_programs_own_is_never_transient_whatever_it_quotes(
             assert said["family"] in families, (name, quoted, said["signature"])
 
 
-@pytest.mark.parametrize("quoted", [ECC, XID, "Temporary failure in name resolution", "EADDRINUSE"])
-def test_an_exception_that_the_program_defines_is_its_own(tmp_path: Path, quoted: str) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        f"CheckFailed: {ECC}",
+        f"CheckFailed: {XID}",
+        "CheckFailed: Temporary failure in name resolution",
+        "CheckFailed: EADDRINUSE",
+        f"RuntimeError: the log has {ECC!r}",
+        f"RuntimeError: expected no line such as {XID!r}",
+    ],
+)
+def test_an_exception_that_the_program_defines_or_that_quotes_is_its_own(
+    tmp_path: Path, said: str
+) -> None:
     """Python names the module of a type, but of its own and of the program's."""
-    first = of_log(tmp_path, raised(f"CheckFailed: {quoted}")).groups[0].first
+    first = of_log(tmp_path, raised(said)).groups[0].first
     assert (first.family, first.transient) == ("exception", False)
 
 

@@ -9,7 +9,8 @@ Outcome = Literal["passed", "failed", "error", "skipped", "none"]
 Place = Literal["call", "setup", "first_setup", "late_setup", "teardown", "end"]
 # What ends the wait for ranks: the fault itself, the grace after it, or the time limit.
 Sign = Literal["grace", "limit"]
-Driver = Literal["", "int", "int_int", "kill", "full_disk"]
+STOPPED = "stopped"  # file that tells ranks that the controller reads nothing any more
+Driver = Literal["", "int", "int_int", "kill", "stop_kill", "full_disk"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +264,13 @@ CASES: tuple[Case, ...] = (
         name="controller_killed",
         body="sleeps_everywhere",
         driver="kill",
+        outcome="none",
+        exit_code=-9,
+    ),
+    Case(
+        name="controller_killed_full",
+        body="reports_to_nobody",
+        driver="stop_kill",
         outcome="none",
         exit_code=-9,
     ),

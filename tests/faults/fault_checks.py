@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from fault_cases import Case
-from fault_sessions import FROM_OUTSIDE, JUNIT_WORDS, TRUE_OUTCOMES, Limits, Seen, Session, Slot
+from fault_sessions import (
+    FROM_OUTSIDE,
+    JUNIT_WORDS,
+    KILLS,
+    TRUE_OUTCOMES,
+    Limits,
+    Seen,
+    Session,
+    Slot,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +138,7 @@ def _check_case(
         problems.append("the fault never struck")
     if case.prints and not re.search(_fill(case.prints, facts), seen.output):
         problems.append(f"the output does not say {_fill(case.prints, facts)!r}")
-    if case.driver == "kill":
+    if case.driver in KILLS:
         return problems
     elements = seen.junit.get(reported.test, [])
     kinds = [kind for kind, _, _ in elements] or ["none"]

@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from fault_cases import STOPPED
 from fault_ways import (
+    REPORT_CHARS,
     WAYS,
     Gang,
     fail,
@@ -223,6 +225,17 @@ def closes_all_descriptors(gang: Gang) -> None:
     if gang.is_last:
         gang.sign()
         os.closerange(0, 4096)
+
+
+@body
+def reports_to_nobody(gang: Gang) -> None:
+    """Write much, and fail on each rank with more than a socket holds while nobody reads it."""
+    flood()
+    gang.reduce()
+    gang.sign()
+    stopped = os.path.join(os.environ["FAULT_DIR"], STOPPED)  # noqa: PTH118 - cheap
+    wait_while(lambda: not os.path.exists(stopped))  # noqa: PTH110 - cheap
+    pytest.fail("x" * REPORT_CHARS)
 
 
 @body

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from fault_cases import Case
+from fault_cases import STOPPED, Case
 
 HERE = Path(__file__).parent
 TAG = "FAULT_SESSION"  # in the environment of every process of a session
@@ -26,7 +26,9 @@ GONE_S = 10.0  # for what is left of a controller that was killed
 # What stands around a fault: tests with outcomes of their own, which must stay true.
 INNOCENTS = ("sound", "skips", "sound", "fails", "sound")
 TRUE_OUTCOMES = {"sound": "passed", "skips": "skipped", "fails": "failed"}
-FROM_OUTSIDE = ("int", "int_int", "kill")
+KILLS = ("kill", "stop_kill")
+FROM_OUTSIDE = ("int", "int_int", *KILLS)
+_FULL_S = 1.0  # for ranks to fill what the controller does not read
 # A driver makes and ends the contexts of all processes one after the other: small ones, then.
 SMALL_CONTEXTS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -274,7 +276,7 @@ def run_session(session: Session, limits: Limits, temp: Path, start: Start = sta
                 except subprocess.TimeoutExpired:
                     exit_code = None
             ended = time.monotonic()
-            left = _wait_for_end(tag, directory, GONE_S if driver == "kill" else 1.0)
+            left = _wait_for_end(tag, directory, GONE_S if driver in KILLS else 1.0)
             _kill(tag, directory)
             process.wait(GONE_S)
         return Seen(
@@ -324,7 +326,11 @@ def _drive(session: Session, process: Process, directory: Path, limits: Limits) 
         if process.poll() is not None or time.monotonic() > deadline:
             return None
         time.sleep(0.02)
-    if driver == "kill":
+    if driver == "stop_kill":
+        process.send_signal(signal.SIGSTOP)
+        (directory / STOPPED).touch()
+        time.sleep(_FULL_S)
+    if driver in KILLS:
         process.kill()
         return time.monotonic()
     process.send_signal(signal.SIGINT)

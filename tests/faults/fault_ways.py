@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 FLOOD_BYTES = 1 << 25
+REPORT_CHARS = 1 << 23
 
 
 def tell(event: str, **values: object) -> None:

@@ -23,12 +23,19 @@ from pytest_megatron.workloads.recipe.metrics import (
     MetricFormat,
 )
 
-_COMPARED = re.compile(r"loss|ppl|perplexity|acc(uracy)?\b|reward|grad[-_ /]?norm", re.IGNORECASE)
-_NOT_COMPARED = re.compile(r"time|per[-_ ]sec|scale|runtime|/s\b", re.IGNORECASE)
+# What a training is judged by: its loss and the like, and whatever an evaluation measures.
+_COMPARED = re.compile(
+    r"loss|ppl|perplexity|acc(uracy)?\b|reward|return|grad[-_ /]?norm"
+    r"|(?<![a-z])(val(id(ation)?)?|eval(uation)?|test)(?![a-z])",
+    re.IGNORECASE,
+)
+_NOT_COMPARED = re.compile(
+    r"time|per[-_ ]?sec|seconds|scale|/s\b|[sf]ps\b|speed|mem|samples", re.IGNORECASE
+)
 # Lines of programs without a ready pattern: a name and a number, maybe behind `Train` or `Test`.
 _LOSS = (
     r"\b(?:[a-z][\w.-]* )?[\w/.-]*"
-    r"(?:loss|ppl|perplexity|acc(?:uracy)?|reward|grad(?:ient)?[-_ ]norm)"
+    r"(?:loss|ppl|perplexity|acc(?:uracy)?|reward|return|grad(?:ient)?[-_ ]norm)"
 )
 _MODE = r"\b(?P<mode>train(?:ing)?|val(?:id(?:ation)?)?|test|eval(?:uation)?)\b"
 _LOSSES = rf"(?P<name>{_LOSS})\s*[:=]?\s*(?P<value>{NUMBER})"
@@ -87,7 +94,7 @@ class Found:
 
     @property
     def _like_losses(self) -> list[str]:
-        return [n for n in self.metrics if _COMPARED.search(n) and not _NOT_COMPARED.search(n)]
+        return list(filter(_is_compared, self.metrics))
 
     @property
     def num_steps(self) -> int:
@@ -235,10 +242,17 @@ def _found(keys: Mapping[str, str], where: str, curves: Curves) -> Found:
     return Found(keys=keys, where=where, metrics=metrics, has_steps=not curves.is_counted)
 
 
+def _is_compared(name: str) -> bool:
+    """Return whether a metric is one to compare, by its name."""
+    return _COMPARED.search(name) is not None and _NOT_COMPARED.search(name) is None
+
+
 def _oddities(curves: Curves) -> list[str]:
-    """Return a line where metrics to compare have two values at a step."""
-    odd = [place for name, place in curves.disagreements.items() if _COMPARED.search(name)]
-    return [f"{where}: {text.partition(';')[0]}" for where, text in odd[:1]]
+    """Return a line for metrics that have two values at a step: of one its values, of all names."""
+    odd = sorted(curves.disagreements.items(), key=lambda one: not _is_compared(one[0]))
+    rest = [name for name, _ in odd[1:]]
+    more = f", and two values of {', '.join(rest)}" if rest else ""
+    return [f"{where}: {text.partition(';')[0]}{more}" for _, (where, text) in odd[:1]]
 
 
 def _glob_of(path: Path, root: Path) -> str:

@@ -127,12 +127,12 @@ def test_of_ranks_that_name_themselves_the_lines_of_rank_0_are_read(tmp_path: Pa
 
 
 def test_metrics_that_are_no_losses_by_name_are_kept_to_be_named(tmp_path: Path) -> None:
-    table = "step,charts/episodic_return\n1,5\n2,6\n"
+    table = "step,charts/entropy\n1,5\n2,6\n"
     text = "step: 1, lr: 0.1\nstep: 2, lr: 0.2, Validation bpb = 1.5\n12:30:01 at 5.0GB\n"
     search = found(tmp_path, text, log_csv=table)
     assert search.places == []
     assert [list(place.metrics) for place in search.others] == [
-        *(["charts/episodic_return"], ["Validation bpb", "lr"], ["Validation bpb", "lr"])
+        *(["charts/entropy"], ["Validation bpb", "lr"], ["Validation bpb", "lr"])
     ]
 
 
@@ -152,3 +152,23 @@ def test_files_of_ranks_are_places_of_their_own(tmp_path: Path) -> None:
         "csv, **/log_rank1_*.csv",
         "csv, rank1/log*.csv",
     ]
+
+
+def test_what_an_evaluation_measures_is_compared_but_not_its_time(tmp_path: Path) -> None:
+    names = ("charts/episodic_return", "eval/score", "Validation bpb", "interval", "eval_runtime")
+    more = ("eval_samples_per_second", "metrics/mAP50(B)", "val/mAP", "test_fps", "latest")
+    table = "\n".join(
+        ",".join(map(str, row)) for row in (("step", *names, *more), range(11), range(11, 22))
+    )
+    (place,) = found(tmp_path, "", log_csv=f"{table}\n").places
+    compared = ["Validation bpb", "charts/episodic_return", "eval/score", "val/mAP"]
+    assert sorted(place.names) == compared
+
+
+def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
+    rows = '{"step": 1, "loss": 2, "a/return": 3, "n": 1}\n{"step": 1, "a/return": 4, "n": 2}\n'
+    search = found(tmp_path, "", log_jsonl=rows)
+    (text,) = search.passed_over
+    told = "log.jsonl:2: step 1 has two values of 'a/return', 3.0 and then 4.0, and two values of n"
+    assert text.endswith(told)
+    assert list(search.places[0].metrics) == ["loss"]

@@ -151,7 +151,9 @@ class Redactor:
             case str():
                 return self.text(value)
             case list():
-                return [self.json(element) for element in value]
+                without_keys = KeyFilter()  # of a list of lines
+                lines = (without_keys(e) if isinstance(e, str) else e for e in value)
+                return [self.json(element) for element in lines]
             case dict():
                 return {self.text(key): self.json(element) for key, element in value.items()}
             case _:

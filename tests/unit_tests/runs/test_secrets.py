@@ -97,6 +97,9 @@ KEY = "\n".join((*KEY_BEGIN, *KEY_LINES, *KEY_END))
             id="of an account",
         ),
         pytest.param(
+            json.dumps({"evidence": KEY.splitlines()}), ["MII", "Qg"], ["last line"], id="lines"
+        ),
+        pytest.param(
             KEY.partition("-----END")[0] + "step 3 loss 5.0\nsum 4\n",
             ["MII", "Qg"],
             ["step 3 loss 5.0", "sum 4"],

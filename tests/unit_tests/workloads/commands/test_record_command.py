@@ -72,6 +72,9 @@ if mode == "crash":
 """
 
 
+IDENTITY = "-c user.name=t -c user.email=t@example.org"
+
+
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
     root = tmp_path / "project"
@@ -276,6 +279,10 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
             "ended with exit code 0 at step 4 of its loss, and --max_steps is 12; nothing was",
         ),
         (["no-such-program"], "no-such-program: is no command that can be found"),
+        (
+            ["sh", "-c", f"python loop.py print; git {IDENTITY} commit -q --allow-empty -m other"],
+            "another commit was checked out while it ran; nothing was written; run it again",
+        ),
         (
             ["sh", "-c", "python loop.py background & until [ -e began ]; do sleep 0.05; done"],
             (

@@ -70,6 +70,11 @@ def counted(number: int, one: str, many: str | None = None) -> str:
     return f"1 {one}" if number == 1 else f"{number} {many or f'{one}s'}"
 
 
+def none_or(number: float) -> str:
+    """Return `none`, or the number."""
+    return f"{number:g}" if number else "none"
+
+
 def nodes_by_ranks(nodes: int, ranks: int) -> str:
     """Return `2x8 ranks`: nodes times ranks on each."""
     return f"{nodes}x{ranks} rank{'' if nodes * ranks == 1 else 's'}"

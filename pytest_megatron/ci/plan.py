@@ -10,6 +10,7 @@ from pathlib import Path
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding
 from pytest_megatron.base.project import load_config
+from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
 from pytest_megatron.ci.hooks import gang_of_settings
@@ -378,7 +379,7 @@ def _unit_jobs(
         nearest = f"; {found.left_out[0].name}: {found.left_out[0].reasons[0]}" if rows else ""
         raise EmptySelectionError(
             where,
-            f"matches none of {len(rows)} rows of unit tests{nearest}; "
+            f"matches none of {counted(len(rows), 'row')} of unit tests{nearest}; "
             f"give --shards to share files out without rows",
         )
     return found

@@ -15,7 +15,7 @@ from pathlib import PurePath
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import describe_exit, grouped, name_ranks
+from pytest_megatron.base.text import counted, describe_exit, grouped, name_ranks
 from pytest_megatron.gangs.crash import (
     describe_flights,
     innermost_frame,
@@ -218,7 +218,7 @@ def _done_word(end: RunEnd, rank: RankResult, num_collectives: int) -> str:
         if phase.outcome != "passed":
             return _phase_word(phase)
     if end.reason is Reason.DESYNCHRONISED:
-        return f"passed after {num_collectives} collectives"
+        return f"passed after {counted(num_collectives, 'collective')}"
     return "passed"
 
 

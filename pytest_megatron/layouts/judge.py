@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import combinations, pairwise, product, takewhile
 from operator import itemgetter
 
-from pytest_megatron.base.text import name_ranks
+from pytest_megatron.base.text import counted, name_ranks
 from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord, kinds_of
 from pytest_megatron.layouts.report import size_text
 from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, RecordedLayout
@@ -220,7 +220,9 @@ def judge(
     ]
     left_out += unknown
     if found.num_left_out:
-        left_out.append(f"{found.num_left_out} calls, since their other ranks were not run")
+        left_out.append(
+            f"{counted(found.num_left_out, 'call')}, since their other ranks were not run"
+        )
     return RecordedLayout(
         world_size=max(record.world_size for record in records.values()) or len(records),
         ranks=tuple(map(_row, ran.values())),

@@ -17,7 +17,7 @@ _MOST_SHOWN = 24
 
 def headline(layout: RecordedLayout) -> str:
     """Return the result in one line, which begins with the first fault."""
-    ranks = f"{len(layout.ranks)} of {layout.world_size} ranks run"
+    ranks = f"{len(layout.ranks)} of {counted(layout.world_size, 'rank')} run"
     if layout.faults:
         return layout.faults[0].text
     if layout.undecided:

@@ -118,8 +118,10 @@ _FOOT = _STRIP_TOP + _STRIP
 _MOST_POINTS = 700
 _MOST_NAMES = 6
 _MISSING = "no value"
+_LATE = 90  # from the right, where the label of a gap ends with it
 _DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"
 _LETTER = 7.0  # width of one, about
+_MOST_OF_TITLE = 76  # letters, beside the verdict
 _GOLDEN = "#b07d00"
 _RUNS = ("#0063b2", "#00795c", "#a3428a", "#2a8fc7", "#6b4fbb", "#5a6b00")
 _FAILED = ("#c4281c", "#a02c7d", "#7a5230")
@@ -132,6 +134,7 @@ _BOX = {
     "bottom": _TOP + _MAIN,
     "strip_top": _STRIP_TOP,
     "foot": _FOOT,
+    "late": _LATE,
 }
 
 
@@ -142,7 +145,8 @@ class _DrawnCurve:
     Attributes:
         legend_x: Where its name stands; None if there is no room.
         strip: Path of its deviations.
-        gaps: (kind, start, end) of each run of steps without a number.
+        gaps: (kind, start, end) of each run of steps without a number, and whether there is room
+            for its label.
     """
 
     name: str
@@ -151,7 +155,7 @@ class _DrawnCurve:
     legend_x: float | None
     path: str
     strip: str
-    gaps: list[tuple[str, float, float]]
+    gaps: list[tuple[str, float, float, bool]]
 
 
 def chart_svg(chart: Chart, title: str) -> str:
@@ -174,6 +178,7 @@ def chart_svg(chart: Chart, title: str) -> str:
         "chart.svg",
         chart=chart,
         title=title,
+        short_title=_fitting(title),
         box=_BOX,
         curves=list(_drawn(chart, legend, across, up, off)),
         more=more,
@@ -275,6 +280,12 @@ def _legend(curves: Sequence[Curve]) -> tuple[list[float | None], dict[str, floa
     return found, None
 
 
+def _fitting(title: str) -> str:
+    """Return a title that leaves room for the verdict, with both of its ends."""
+    too_long = len(title) > _MOST_OF_TITLE
+    return f"{title[: _MOST_OF_TITLE - 31]}...{title[-28:]}" if too_long else title
+
+
 def _band(chart: Chart, across: Scale, up: Scale, off: _Strip) -> Iterator[str]:
     """Yield the shapes of the values that the comparison allowed."""
     if chart.golden is None or chart.allowed is None:
@@ -305,6 +316,7 @@ def _drawn(
 ) -> Iterator[_DrawnCurve]:
     """Yield the curves of a chart as the template draws them."""
     paints = _paints(chart.curves)
+    labels: list[tuple[bool, float, float]] = []
     for number, (curve, paint) in enumerate(zip(chart.curves, paints, strict=True)):
         found = _points(curve, chart.golden)
         yield _DrawnCurve(
@@ -314,7 +326,7 @@ def _drawn(
             legend_x=legend[number],
             path=_path([(across.place(s), up.place(v)) for s, v, _ in found]),
             strip=_path([(across.place(s), off.place(d)) for s, d in off.lines.get(number, [])]),
-            gaps=list(_gaps(found, across)),
+            gaps=[(*gap, _takes_room(labels, gap)) for gap in _gaps(found, across)],
         )
 
 
@@ -352,6 +364,18 @@ def _gaps(
         if kind is not None:
             start = across.place(steps[0]) - 3
             yield kind, start, max(across.place(steps[-1]) + 3, start + 6)
+
+
+def _takes_room(labels: list[tuple[bool, float, float]], gap: tuple[str, float, float]) -> bool:
+    """Return whether there is room for the label of a gap, and take it."""
+    kind, start, end = gap
+    width = _LETTER * len(kind)
+    left = end - width if start > WIDTH - _LATE else start
+    mine = (kind == _MISSING, left, left + width)  # "no value" stands in a line of its own
+    if any(row == mine[0] and mine[1] < right and first < mine[2] for row, first, right in labels):
+        return False
+    labels.append(mine)
+    return True
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.resources import files
 
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import shorten
+from pytest_megatron.base.text import counted, shorten
 from pytest_megatron.errors import RunError
 from pytest_megatron.pages.model import (
     VERDICTS,
@@ -114,8 +114,11 @@ class IndexRun:
     def counts(self) -> str:
         """Numbers of workloads and distributed tests by verdict."""
         verdicts = Counter(row.verdict for row in self.rows)
-        workloads = f"{len(self.rows)} workloads: {_counted(verdicts)}" if self.rows else ""
-        tests = f"{sum(self.num_tests.values())} distributed tests: {self.test_counts}"
+        workloads = (
+            f"{counted(len(self.rows), 'workload')}: {_counted(verdicts)}" if self.rows else ""
+        )
+        num_tests = counted(sum(self.num_tests.values()), "distributed test")
+        tests = f"{num_tests}: {self.test_counts}"
         return "; ".join(filter(None, (workloads, tests if self.num_tests else "")))
 
     @property

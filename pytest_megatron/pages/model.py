@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from pytest_megatron.base.text import grouped, name_ranks
+from pytest_megatron.base.text import counted, grouped, name_ranks
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedMetric,
@@ -195,6 +195,11 @@ class TestRow:
     def is_good(self) -> bool:
         """True if there is nothing to look at."""
         return self.record.verdict in GOOD
+
+    @property
+    def ranks(self) -> str:
+        """The size of its gang."""
+        return counted(self.record.world_size, "rank")
 
     @property
     def rank_lines(self) -> list[str]:

@@ -11,7 +11,7 @@ import click
 from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.templates import render
-from pytest_megatron.base.text import listed, printable
+from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.triage.api import FailureGroup, Triage, Unclear, triage
 from pytest_megatron.triage.signatures import check_rules, load_table
 
@@ -86,7 +86,7 @@ def _notes(found: Triage) -> list[str]:
 
 
 def _launches(number: int) -> str:
-    return "1 launch" if number == 1 else f"{number} launches"
+    return counted(number, "launch", "launches")
 
 
 EXIT_UNKNOWN = 3
@@ -132,5 +132,6 @@ def _check_rules(own: tuple[Path, ...]) -> None:
         click.echo(f"{problem.signature.id}: {problem.example!r}: {problem.problem}")
     num_examples = sum(len(row.examples) + len(row.counterexamples) for row in table.signatures)
     verdict = f"{len(problems)} do not fit" if problems else "all fit"
-    click.echo(f"{len(table.signatures)} signatures, {num_examples} examples: {verdict}")
+    signatures = counted(len(table.signatures), "signature")
+    click.echo(f"{signatures}, {counted(num_examples, 'example')}: {verdict}")
     sys.exit(EXIT_FAILED if problems else 0)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
-from pytest_megatron.base.text import grouped, name_ranks
+from pytest_megatron.base.text import counted, grouped, name_ranks
 from pytest_megatron.runs.headline import where_ranks_were
 from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.logs.exits import how_it_ended
@@ -240,7 +240,9 @@ def _collective_call(rank: RankStory) -> str | None:
     """Return the collective that a rank waited in, by its traceback or its watchdog."""
     for work in rank.enqueued:
         if work.op is not None:
-            size = "" if work.num_elements is None else f" of {work.num_elements} elements"
+            size = (
+                "" if work.num_elements is None else f" of {counted(work.num_elements, 'element')}"
+            )
             return f"{work.op} #{work.timed_out}{size}"
     if rank.fatal is None:
         return None

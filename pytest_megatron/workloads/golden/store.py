@@ -136,7 +136,9 @@ def read_json_lines(path: Path) -> Observed:
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
     if not len(curves):
-        raise MetricsError(str(path), f"no metrics in {num_records} lines; did the training start?")
+        raise MetricsError(
+            str(path), f"no metrics in {counted(num_records, 'line')}; did the training start?"
+        )
     notes = curves.notes
     if torn_at is not None:
         notes.append(f"{path}: the last line, at byte {torn_at}, is torn; dropped")
@@ -377,7 +379,7 @@ def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
     num_lines = _count_json_lines(text)
     if num_lines is not None:
         return GoldenError(
-            where, f"JSON lines ({num_lines} values, one a line), expected one object"
+            where, f"JSON lines ({counted(num_lines, 'value')}, one a line), expected one object"
         )
     return GoldenError(
         f"{where}:{error.lineno}:{error.colno}", f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"

@@ -16,7 +16,7 @@ from typing import assert_never
 import pytest
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.base.text import rough_time
+from pytest_megatron.base.text import counted, rough_time
 from pytest_megatron.runs.headline import headline_fingerprint, make_advice
 from pytest_megatron.runs.record import (
     RecordedAttempt,
@@ -302,7 +302,9 @@ def summary_line(
         parts += _loss(training.whole[0].whole, training.job.metric_names or ())
     if training.whole and (generation := training.whole[0].generation) is not None:
         num_tokens = sum(len(r.tokens or ()) for r in generation.requests.values())
-        parts.append(f"{num_tokens} tokens for {len(generation.requests)} requests")
+        parts.append(
+            f"{counted(num_tokens, 'token')} for {counted(len(generation.requests), 'request')}"
+        )
     if problem is not None:
         parts.append(problem.partition("\n")[0])
     elif training.job.case is None:
@@ -341,7 +343,7 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
         lines += _phase_lines(redactor, phase)
     if plan.target is not None:
         lines.append(
-            f"  again from its checkpoint, in up to {len(plan.phases)} windows, "
+            f"  again from its checkpoint, in up to {counted(len(plan.phases), 'window')}, "
             f"until iteration {plan.target.iteration} is saved"
         )
     if plan.script is not None:

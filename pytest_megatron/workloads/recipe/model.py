@@ -23,7 +23,7 @@ from pytest_megatron.base.project import (
     load_config,
     parse_quarantine,
 )
-from pytest_megatron.base.text import grouped, one_of
+from pytest_megatron.base.text import counted, grouped, one_of
 from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError, SelectionError
 
 if TYPE_CHECKING:
@@ -550,7 +550,7 @@ def _nothing(workloads: Sequence[Workload], filters: Filters) -> SelectionError:
         return EmptySelectionError(where, "there are no workloads, expected recipes with some")
     missed = {index: failing(workload, filters) for index, workload in enumerate(workloads)}
     fewest = min(len(names) for names in missed.values())
-    problem = f"matches none of {len(workloads)} workloads"
+    problem = f"matches none of {counted(len(workloads), 'workload')}"
     nearest_by_filters = grouped(
         (names, workloads[index].item_name)
         for index, names in missed.items()

@@ -16,7 +16,7 @@ from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from pytest_megatron.base.text import listed
+from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
@@ -368,7 +368,8 @@ def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     points = shared_points(before, after)
     lost = before.finite().keys() - {point.step for point in points}
     if lost:
-        text = f"{name} lacks {len(lost)} steps of the old golden, {min(lost)} to {max(lost)}"
+        steps = counted(len(lost), "step")
+        text = f"{name} lacks {steps} of the old golden, {min(lost)} to {max(lost)}"
         yield Refusal(GateRule.FEWER_STEPS, text)
     if not points:
         return
@@ -389,7 +390,10 @@ def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal
         yield Refusal(GateRule.STEP_1, text)
     limit = max(LOSS, SPREADS * _spread_of(old, name))
     tail = points[-tail_length(len(points)) :]
-    means = ((mean_signed(points), ""), (mean_signed(tail), f" of the last {len(tail)} steps"))
+    means = (
+        (mean_signed(points), ""),
+        (mean_signed(tail), f" of the last {counted(len(tail), 'step')}"),
+    )
     for sign, rule, word in ((1, GateRule.LOSS, "worse"), (-1, GateRule.BETTER, "better")):
         for mean, where in means:
             if sign * mean > limit:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.base.files import digest_of, write_text_atomically
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, MegatronError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
@@ -262,8 +263,8 @@ def _wrong_attempts(found: Candidate) -> str | None:
     there = {path for path in found.directory.glob("repeat_*/attempt_*") if path.is_dir()}
     if listed != there:
         return (
-            f"{found.directory}: run.json lists {len(listed)} attempts, the directory holds "
-            f"{len(there)}; accept the run as it was"
+            f"{found.directory}: run.json lists {counted(len(listed), 'attempt')}, "
+            f"the directory holds {len(there)}; accept the run as it was"
         )
     return None
 

@@ -31,6 +31,16 @@ DRAWN = """(() => {
   };
 })()"""  # noqa: E501
 
+STICKING_OUT = """[...document.querySelectorAll("table, td, p, pre")]
+  .filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.textContent)"""
+COVERED = """[...document.querySelectorAll("svg")].flatMap((svg) => {
+  const all = [...svg.querySelectorAll("text")].map((t) => [t.getBoundingClientRect(), t]);
+  return all.filter(([a, t], i) => all.slice(i + 1).some(([b]) => a.left < b.right - 1
+    && b.left < a.right - 1 && a.top < b.bottom - 1 && b.top < a.bottom - 1))
+    .map(([, t]) => t.textContent);
+})"""
+LABEL = "getComputedStyle(document.querySelector('#items td:last-child'), '::before').content"
+
 
 def line(first: float, last: float) -> MetricMap:
     """A straight line, so that every place on a chart can be told."""
@@ -44,6 +54,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     golden = {**line(10, 2), "num-zeros": curve(STEPS)}
     bad = {**golden, "lm loss": changed(golden["lm loss"], {41: 8.8, 60: math.nan, 81: None})}
     run.item("recipes/a.yaml::bad[dev-cpu]", [golden, bad], golden=golden)
+    named = f"recipes/a.yaml::{'gpt3_mcore_tp2_pp2_' * 6}[dev-dgx_h100]"
+    run.item(named, [bad, bad, bad], golden=golden)
     long = {f"metric {n}": curve(10_000, seed=n) for n in range(8)}
     run.item("recipes/a.yaml::long[dev-cpu]", [long], golden=long)
     evil = {EVIL: curve(5)}
@@ -130,6 +142,17 @@ def test_eight_charts_of_10000_steps_fit_a_narrow_screen(browser: Browser, root:
     assert wide == 420  # nothing sticks out
 
 
+def test_a_telephone_clips_no_table_and_no_label_covers_another(
+    browser: Browser, root: Path
+) -> None:
+    for path in (root / "index.html", *sorted(root.glob("*/curves.html"))):
+        browser.open(path, width=390, height=844)
+        assert browser.run(STICKING_OUT) == []
+        assert browser.run(COVERED) == []
+    browser.open(root / "index.html", width=390, height=844)
+    assert "attempts" in str(browser.run(LABEL))
+
+
 def test_the_index_filters_and_sorts(browser: Browser, root: Path) -> None:
     browser.open(root / "index.html")
     shown = (
@@ -138,14 +161,14 @@ def test_the_index_filters_and_sorts(browser: Browser, root: Path) -> None:
     )
     names = browser.run(shown)
     assert isinstance(names, list)
-    assert len(names) == 3
+    assert len(names) == 4
     assert str(names[0]).endswith(("bad[dev-cpu]", "</script>"))
     browser.run(
         "(() => { const f = document.getElementById('filter'); f.value = 'LONG dev';"
         " f.dispatchEvent(new Event('input')); })()"
     )
     assert browser.run(shown) == ["recipes/a.yaml::long[dev-cpu]"]
-    assert browser.run("document.getElementById('count').textContent") == "1 of 3 items"
+    assert browser.run("document.getElementById('count').textContent") == "1 of 4 items"
     browser.run(
         "(() => { const f = document.getElementById('filter'); f.value = '';"
         " f.dispatchEvent(new Event('input')); })()"
@@ -154,5 +177,5 @@ def test_the_index_filters_and_sorts(browser: Browser, root: Path) -> None:
     times = browser.run(
         "[...document.querySelectorAll('#items tbody tr')].map((r) => r.cells[3].textContent)"
     )
-    assert times == ["1.0 s", "2.0 s", "3.0 s"]
+    assert times == ["1.0 s", "2.0 s", "3.0 s", "4.0 s"]
     assert json.dumps(browser.complaints) == "[]"

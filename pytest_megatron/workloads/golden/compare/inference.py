@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from pytest_megatron.base.text import counted
 from pytest_megatron.runs.record import Deviation
 from pytest_megatron.workloads.golden.compare.layers import is_within, of_summary
 from pytest_megatron.workloads.golden.compare.result import (
@@ -145,12 +146,12 @@ def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
     if found:
         name, first = next(iter(found.items()))
         first = replace(first, place=f"request {name!r}, {first.place}")
-        count = f"{len(found)} of {len(shared)} requests differ"
+        count = f"{len(found)} of {counted(len(shared), 'request')} differ"
         return replace(answer, rule=ComparisonRule.EXACT, first=first, notes=(count, *notes))
-    counted = Deviation(num_compared=len(shared), largest_absolute=largest)
+    deviation = Deviation(num_compared=len(shared), largest_absolute=largest)
     if notes:
         notes = (f"{metric} differ by {largest:.1e} at most" if largest else f"{metric} equal",)
-    return replace(answer, passed=True, rule=ComparisonRule.EXACT, deviation=counted, notes=notes)
+    return replace(answer, passed=True, rule=ComparisonRule.EXACT, deviation=deviation, notes=notes)
 
 
 def _first_difference(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
+from pytest_megatron.base.text import counted, none_or
 from pytest_megatron.workloads.golden.compare.result import (
     Allowed,
     Comparison,
@@ -306,8 +307,9 @@ def exact_layer(points: list[Point]) -> LayerFinding:
     first = differing[0]
     largest = max(abs(relative(p.observed, p.golden)) for p in points)
     ulps = ulps_between(first.observed, first.golden)
+    steps = counted(len(points), "step")
     notes = [
-        f"{len(differing)} of {len(points)} steps differ, the first by {ulps} float32 ulps",
+        f"{len(differing)} of {steps} differ, the first by {ulps} float32 ulps",
         "the golden is deterministic and from this image, these versions and this class of host",
     ]
     if largest <= LAST_DIGITS:
@@ -429,7 +431,7 @@ def _every_step(
     worst, widest = max(pairs, key=_excess)
     place = f"{_size(abs(worst.signed), worst)} of {_size(widest, worst)} at step {worst.step}"
     layer = counting_layer(rule, len(outside), budget, "steps outside", place)
-    count = f"{len(outside)} of {len(pairs)} steps outside, {budget} may be"
+    count = f"{len(outside)} of {counted(len(pairs), 'step')} outside, {none_or(budget)} may be"
     first = _outside(*outside[0]) if outside else None
     return LayerFinding(layer=layer, first=first, notes=(count, note))
 
@@ -449,7 +451,7 @@ def _outlier(pairs: Sequence[tuple[Point, float]], factor: float, band: Band) ->
         ]
     far = [(p, a) for p, a in most if not abs(p.signed) <= a]
     point, allowed = far[0] if far else max(most, key=_excess)
-    count = f"{len(far)} of {len(pairs)} steps too far outside the band for any step"
+    count = f"{len(far)} of {counted(len(pairs), 'step')} too far outside the band for any step"
     return LayerFinding(
         layer=_deviation_layer(
             ComparisonRule.OUTLIER, point, allowed, passed=not far, place=f"step {point.step}"

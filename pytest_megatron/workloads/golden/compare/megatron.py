@@ -14,6 +14,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from pytest_megatron.base.text import counted, none_or
 from pytest_megatron.workloads.golden.compare.result import (
     Allowed,
     Comparison,
@@ -157,7 +158,7 @@ def _judge(comparison: Comparison, golden: Series, observed: Series, tests: _Tes
         # As it is written there, rounding included: 1 of 3 steps is not allowed, 1 of 2 is.
         passed = (num_steps - len(failing)) / num_steps >= 1 - allowed / num_steps
         comparison = replace(comparison, passed=passed)
-    count = f"{len(failing)} of {len(golden)} steps outside, {allowed} allowed"
+    count = f"{len(failing)} of {counted(len(golden), 'step')} outside, {none_or(allowed)} allowed"
     first, notes = (failing[0], (count,)) if failing else (None, ())
     return replace(comparison, rule=rule, first=first, notes=notes)
 

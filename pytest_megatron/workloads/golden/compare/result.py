@@ -14,7 +14,7 @@ from enum import Enum
 from itertools import groupby
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import counted, grouped
+from pytest_megatron.base.text import counted, grouped, none_or
 from pytest_megatron.runs.record import (
     RELATIVE,
     Deviation,
@@ -138,7 +138,10 @@ def layer_text(rule: str, result: LayerResult) -> str:
     if unit == RELATIVE:
         return f"{rule} {' of '.join(_told_apart(measured, limit, 1, 'e'))}{where}"
     if unit.startswith(("steps ", "requests ")):  # so many that differ, of which so many may
-        return f"{rule} {measured:g} {unit}, {limit:g} may{where}"
+        thing, what = unit.split(" ")
+        told = f"{counted(int(measured), thing.removesuffix('s'))} {what}"
+        may = "may be" if what == "outside" else "may"
+        return f"{rule} {told}, {none_or(limit)} {may}{where}"
     return f"{rule} {' of '.join(_told_apart(measured, limit, 6, 'g'))} {unit}{where}"
 
 
@@ -235,7 +238,8 @@ def render(comparison: Comparison) -> str:
     if deviation.worst_step is not None:
         parts.append(
             f"largest {deviation.largest_relative:.1e} at step {deviation.worst_step}, "
-            f"mean signed {deviation.mean_signed_relative:+.1e} over {deviation.num_compared} steps"
+            f"mean signed {deviation.mean_signed_relative:+.1e} over "
+            f"{counted(deviation.num_compared, 'step')}"
         )
     return "; ".join([*parts, comparison.golden_path])
 
@@ -544,7 +548,7 @@ def find_absent(
     rule = rules[0]
     counts = Counter(r.value for r in rules)
     notes = [
-        f"{n} of {len(golden)} steps {'is' if n == 1 else 'are'} {kind} in the run"
+        f"{n} of {counted(len(golden), 'step')} {'is' if n == 1 else 'are'} {kind} in the run"
         for kind, n in sorted(counts.items())
     ]
     last = observed.steps[-1] if observed.steps else 0
@@ -561,7 +565,8 @@ def describe_extra(golden: Series, observed: Series) -> tuple[str, ...]:
     extra = [step for step in observed.steps if step > golden.steps[-1]]
     if not extra:
         return ()
-    return (f"{len(extra)} steps after the golden's last, {golden.steps[-1]}, not compared",)
+    found = counted(len(extra), "step")
+    return (f"{found} after the golden's last, {golden.steps[-1]}, not compared",)
 
 
 def describe_skipped(num_steps: int) -> tuple[str, ...]:

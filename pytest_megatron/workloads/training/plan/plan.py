@@ -20,7 +20,7 @@ from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from pytest_megatron.base.text import one_of
+from pytest_megatron.base.text import counted, one_of
 from pytest_megatron.errors import CaseError, LaunchError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.process.host_name import LOOPBACK
@@ -831,7 +831,7 @@ class Replay:
         if not chosen:
             raise LaunchError(
                 PHASE,
-                f"is {self.phase}, and {node_id} has {len(plan.phases)} phases; "
+                f"is {self.phase}, and {node_id} has {counted(len(plan.phases), 'phase')}; "
                 f"expected 1 to {len(plan.phases)}",
             )
         return replace(plan, phases=chosen, target=None, start_from=self.checkpoints)

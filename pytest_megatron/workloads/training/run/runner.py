@@ -19,6 +19,7 @@ from pytest_megatron.base.files import (
     write_json_atomically,
     write_text_atomically,
 )
+from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MetricsError
 from pytest_megatron.process.guarded import (
     CommandEnd,
@@ -511,7 +512,9 @@ def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: Attemp
     elif saved <= was_at:
         problem = f"{end.plan.name} got no further than the one before: iteration {saved}"
     elif not num_left:
-        problem = f"{end.plan.number} windows are over, which is all that max_windows allows"
+        windows = counted(end.plan.number, "window")
+        are = "is" if end.plan.number == 1 else "are"
+        problem = f"{windows} {are} over, which is all that max_windows allows"
     else:
         return end
     problem += f"; at iteration {saved or 0} of {target.iteration}"

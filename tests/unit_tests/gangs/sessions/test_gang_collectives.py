@@ -105,4 +105,4 @@ def test_an_extra_collective_is_found_among_sends(tmp_path: Path) -> None:
         "test_group_of_a_class_in_python": "PASSED",
     }, run.stdout
     assert run.stdout.count("\nevery rank passed, but they took part in different collectives") == 4
-    assert "rank 0: passed after 1 collectives\nranks 1-2: passed after 0 collectives" in run.stdout
+    assert "rank 0: passed after 1 collective\nranks 1-2: passed after 0 collectives" in run.stdout

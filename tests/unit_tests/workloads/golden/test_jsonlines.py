@@ -54,7 +54,7 @@ def test_a_torn_last_line_is_dropped_and_reported(tmp_path: Path) -> None:
         pytest.param('{"step": 1, "a": "x"}\n', ":1", "'a' is 'x', expected a number", id="text"),
         pytest.param('{"step": 1, "a": null}\n', ":1", "'a' is None", id="null"),
         pytest.param("", "", "no metrics in 0 lines", id="empty"),
-        pytest.param('{"step": 1}\n', "", "no metrics in 1 lines", id="steps-only"),
+        pytest.param('{"step": 1}\n', "", "no metrics in 1 line;", id="steps-only"),
     ],
 )
 def test_what_is_no_metric_is_an_error_with_its_line(

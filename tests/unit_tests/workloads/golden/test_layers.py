@@ -63,8 +63,8 @@ def test_every_layer_says_what_it_measured_against_which_limit() -> None:
         "presence 50 of 50 steps",
         "step 1 0.0e+00 of 1.0e-03",
         "frozen 0 of 4 steps",
-        "early window 0 steps outside, 0 may (0.0e+00 of 1.0e-03 at step 2)",
-        "band 0 steps outside, 1 may (1.0e-04 of 2.0e-03 at step 44)",
+        "early window 0 steps outside, none may be (0.0e+00 of 1.0e-03 at step 2)",
+        "band 0 steps outside, 1 may be (1.0e-04 of 2.0e-03 at step 44)",
     ]
     assert all(layer.passed for layer in layers)
 

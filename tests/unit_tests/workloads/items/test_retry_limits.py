@@ -22,6 +22,8 @@ ERRORS = {
     "alarming": "AssertionError: Address already in use",
     "oom": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
     "missing": "ModuleNotFoundError: No module named 'apex'",
+    "quotes": "AssertionError: the log has CUDA error: uncorrectable ECC error encountered",
+    "odd": "ValueError: NVRM: Xid (PCI:0000:06:00): 79, GPU has fallen off the bus.",
     "nan": "RuntimeError: found NaN in local grad norm for bucket #0",
 }
 

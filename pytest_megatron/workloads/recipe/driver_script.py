@@ -30,219 +30,91 @@ class ScriptError(Exception):
         self.line = line
 
 
-@dataclass(frozen=True, slots=True)
-class _WordPart:
-    """Part of a word: a text, or what the shell puts in its place.
-
-    Attributes:
-        kind: `text`, `variable`, `array`, `command` or `odd`.
-        text: The text, or the name of a variable.
-        default: What follows the operator of `${NAME:-default}`.
-        is_kept: Whether the variable keeps that default.
-    """
-
-    kind: str
-    text: str
-    default: str | None = None
-    is_kept: bool = False
-
-
-_Word = tuple[_WordPart, ...]
-
-
 @dataclass(slots=True)
 class _Statement:
     """A simple command, in a line of its own or before `;`.
 
     Attributes:
         line: Where it begins, from 0.
-        words: With the lines on which they stand.
-        array: Elements of the array that its only word fills, or None.
+        words: As written, with the lines on which they stand.
         operators: What a pipe, a list or a redirection has between its words.
+        array: Elements of the array that its only word fills, likewise.
+        is_array: Whether it does.
+        is_open: Whether the parenthesis of the array is.
     """
 
     line: int
-    words: list[tuple[int, _Word]] = field(default_factory=list)
-    array: list[tuple[int, _Word]] | None = None
+    words: list[tuple[int, str]] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
+    array: list[tuple[int, str]] = field(default_factory=list)
+    is_array: bool = False
+    is_open: bool = False
 
-
-_BLANK = re.compile(r"(?:[ \t]|\\\n)+").match
-_OPERATOR = re.compile(r"\|\||&&|;;|<<|>>|[|&<>()]").match
-_PLAIN = re.compile(r"[^ \t\n;|&<>()\"'\\$`]+").match
-_PLAIN_QUOTED = re.compile(r"[^\"\\$`]+").match
-_VARIABLE = re.compile(
-    r"\$(?:(?P<bare>[A-Za-z_]\w*|[$?])"
-    r"|\{(?P<name>[A-Za-z_]\w*)(?P<all>\[@\])?(?::?(?P<operator>[-=])(?P<default>(?:[^{}\"'`$]|\$\$)*))?\})"
-).match
-_NAMED = re.compile(r"([A-Za-z_]\w*)=").match
-
-
-class _Lexer:
-    """Splits a script into statements."""
-
-    def __init__(self, text: str) -> None:
-        self._text = text
-        self._at = 0
-        self._is_in_array = False
-
-    def statements(self) -> list[_Statement]:
-        """Return all statements; what follows a here-document is not looked at.
+    def take_element(self, line: int, said: str, *, is_word: bool) -> None:
+        """Add what stands in the parenthesis, or close it.
 
         Raises:
-            ScriptError: A quote or a parenthesis is not closed.
+            ScriptError: It is nothing that an array can have.
         """
-        found = [_Statement(0)]
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if (blank := _BLANK(self._text, self._at)) is not None:
-                self._at = blank.end()
-            elif char == "#":
-                self._skip_comment()
-            elif char == "\n" or (char == ";" and not self._text.startswith(";;", self._at)):
-                self._at += 1
-                found.append(_Statement(self._line()))
-            elif (operator := _OPERATOR(self._text, self._at)) is not None:
-                self._at = operator.end()
-                found[-1].operators.append(operator[0])
-                if operator[0] == "<<":
-                    break
-            else:
-                self._take_word(found[-1])
-        return [one for one in found if one.words or one.operators]
+        if is_word and "\n" in said:
+            raise ScriptError(line, "a quote is not closed on its line; close it")
+        if is_word:
+            self.array.append((line, said))
+        elif said not in ")\n":
+            raise ScriptError(line, f"an array has {said!r}; quote it")
+        self.is_open = said != ")"
 
-    def _take_word(self, statement: _Statement) -> None:
-        """Add a word, and the elements of the array that it fills."""
-        line = self._line()
-        if not statement.words:
-            statement.line = line
-        word = self._word()
-        statement.words.append((line, word))
-        name = _NAMED(word[0].text) if len(word) == 1 else None
-        if name is not None and name.end() == len(word[0].text) and self._is_at("("):
-            statement.array = self._array()
 
-    def _array(self) -> list[tuple[int, _Word]]:
-        """Return the elements in parentheses."""
-        opened, found = self._line(), list[tuple[int, _Word]]()
-        self._at += 1
-        self._is_in_array = True
-        while not self._is_at(")"):
-            if self._at >= len(self._text):
-                raise ScriptError(opened, "the parenthesis of an array is not closed; close it")
-            if self._is_at("#"):
-                self._skip_comment()
-            elif self._text[self._at].isspace() or self._text.startswith("\\\n", self._at):
-                self._at += 1 + (self._text[self._at] == "\\")
-            elif (operator := _OPERATOR(self._text, self._at)) or self._is_at(";"):
-                text = ";" if operator is None else operator[0]
-                raise ScriptError(self._line(), f"an array has {text!r}; quote it")
-            else:
-                found.append((self._line(), self._word()))
-        self._at += 1
-        self._is_in_array = False
-        return found
+_TOKEN = re.compile(
+    r"""(?P<blank>(?:[ \t]|\\\n)+|\#[^\n]*)
+    |(?P<end>\n|;(?!;))
+    |(?P<operator>\|\||&&|;;|<<|>>|[|&<>()])
+    |(?P<word>(?:'[^']*'|"(?:[^"\\]|\\.)*"|\\.|\$\((?:[^()'"]|'[^']*'|"[^"]*")*\)|`[^`]*`
+        |\$\{[^}]*\}|[^ \t\n;|&<>()'"\\`])+)""",
+    re.VERBOSE | re.DOTALL,
+)
+_PART = re.compile(
+    r"""'(?P<single>[^']*)'|(?P<quote>")|\\(?P<escaped>.?)
+    |\$(?:(?P<bare>[A-Za-z_]\w*|[$?])
+        |\{(?P<name>[A-Za-z_]\w*)(?::(?P<operator>[-=])(?P<default>(?:[^{}"'`$]|\$\$)*))?\})
+    |(?P<command>\$\(|`)|(?P<odd>\$[{'"])|(?P<plain>\$|[^"'\\$`]+)""",
+    re.VERBOSE | re.DOTALL,
+)
+_NAMED = re.compile(r"([A-Za-z_]\w*)=").match
+_ARRAY = re.compile(r"\"?\$\{(\w+)\[@\]\}\"?").fullmatch
+_COMMAND = re.compile(r"\$\([^)]*\)?|`[^`]*`?").search
 
-    def _word(self) -> _Word:
-        found: list[_WordPart] = []
-        while self._at < len(self._text):
-            char = self._text[self._at]
-            if char == "'":
-                end = self._end_of("'")
-                self._check_line(self._at, end)
-                found.append(_WordPart("text", self._text[self._at + 1 : end]))
-                self._at = end + 1
-            elif char == '"':
-                found += self._quoted()
-            elif char in "$`":
-                found.append(self._expansion())
-            elif char == "\\" and not self._text.startswith("\\\n", self._at):
-                found.append(_WordPart("text", self._text[self._at + 1 : self._at + 2]))
-                self._at += 2
-            elif (plain := _PLAIN(self._text, self._at)) is not None:
-                found.append(_WordPart("text", plain[0]))
-                self._at = plain.end()
-            else:
+
+def _statements(text: str) -> list[_Statement]:
+    """Split a script; what follows a here-document is not looked at.
+
+    Raises:
+        ScriptError: A quote or a parenthesis is not closed.
+    """
+    found, at = [_Statement(0)], 0
+    while at < len(text):
+        line, here = text.count("\n", 0, at), found[-1]
+        if (token := _TOKEN.match(text, at)) is None:
+            raise ScriptError(line, f"the quote {text[at]} is not closed; close it")
+        kind, said, at = token.lastgroup, token[0], token.end()
+        if kind == "blank":
+            continue
+        if here.is_open:
+            here.take_element(line, said, is_word=kind == "word")
+        elif kind == "end":
+            found.append(_Statement(line))
+        elif said == "(" and len(here.words) == 1 and text[at - 2] == "=":
+            here.is_array = here.is_open = True
+        elif kind == "operator":
+            here.operators.append(said)
+            if said == "<<":
                 break
-        return tuple(found) or (_WordPart("text", ""),)
-
-    def _quoted(self) -> list[_WordPart]:
-        """Return what double quotes hold."""
-        opened, found = self._line(), [_WordPart("text", "")]
-        self._at += 1
-        while not self._is_at('"'):
-            if self._at >= len(self._text):
-                raise ScriptError(opened, 'the quote " is not closed; close it')
-            char = self._text[self._at]
-            if char == "\\":
-                escaped = self._text[self._at + 1 : self._at + 2]
-                kept = escaped if escaped in '"\\$`' else f"\\{escaped}"
-                found.append(_WordPart("text", "" if escaped == "\n" else kept))
-                self._at += 2
-            elif (plain := _PLAIN_QUOTED(self._text, self._at)) is not None:
-                self._check_line(self._at, plain.end())
-                found.append(_WordPart("text", plain[0]))
-                self._at = plain.end()
-            else:
-                found.append(self._expansion())
-        self._at += 1
-        return found
-
-    def _check_line(self, begin: int, end: int) -> None:
-        """Refuse quotes over several lines in an array: one of them has no end."""
-        if self._is_in_array and "\n" in self._text[begin:end]:
-            raise ScriptError(self._line(), "a quote is not closed on its line; close it")
-
-    def _expansion(self) -> _WordPart:
-        """Return what begins with a dollar sign or a backquote."""
-        if (match := _VARIABLE(self._text, self._at)) is not None:
-            self._at = match.end()
-            name = match["bare"] or match["name"]
-            if match["all"]:
-                return _WordPart("array" if match["default"] is None else "odd", name)
-            return _WordPart("variable", name, match["default"], match["operator"] == "=")
-        at = self._at
-        pair = {"$(": "()", "${": "{}"}.get(self._text[at : at + 2])
-        if pair is not None:
-            self._at = self._end_of_pair(pair)
-        elif self._is_at("`"):
-            self._at = self._end_of("`") + 1
-        else:  # a dollar sign of its own, or a quote in which backslashes count
-            self._at += 1
-            return _WordPart("odd" if self._is_at("'") or self._is_at('"') else "text", "$")
-        text = self._text[at : self._at]
-        return _WordPart("odd" if text.startswith("${") else "command", text)
-
-    def _end_of_pair(self, pair: str) -> int:
-        """Return the place behind the parenthesis or brace that closes the one here."""
-        opened, at, depth = self._line(), self._at + 1, 0
-        while at < len(self._text):
-            char = self._text[at]
-            depth += (char == pair[0]) - (char == pair[1])
-            at += 2 if char == "\\" else 1
-            if not depth:
-                return at
-            if char in "'\"":
-                end = self._text.find(char, at)
-                at = len(self._text) if end < 0 else end + 1
-        raise ScriptError(opened, f"'${pair[0]}' is not closed, or a quote in it; close it")
-
-    def _end_of(self, quote: str) -> int:
-        """Return the place of the quote that closes the one here."""
-        end = self._text.find(quote, self._at + 1)
-        if end < 0:
-            raise ScriptError(self._line(), f"the quote {quote} is not closed; close it")
-        return end
-
-    def _skip_comment(self) -> None:
-        end = self._text.find("\n", self._at)
-        self._at = len(self._text) if end < 0 else end
-
-    def _is_at(self, char: str) -> bool:
-        return self._text.startswith(char, self._at)
-
-    def _line(self) -> int:
-        return self._text.count("\n", 0, self._at)
+        else:
+            here.line = here.line if here.words else line
+            here.words.append((line, said))
+    if found[-1].is_open:
+        raise ScriptError(found[-1].line, "the parenthesis of an array is not closed; close it")
+    return [one for one in found if one.words or one.operators]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,7 +155,6 @@ class _UnknownError(Exception):
     """A statement is none that has a meaning here."""
 
 
-_QUIET = ("echo", "ls", "pwd", "set", "true")  # what they do is over when they end
 _CONTROL = ("case", "do", "for", "function", "if", "select", "until", "while", "{", "[[")
 _PURE = re.compile(r"[$`(]*\s*(?:basename|date|dirname|echo|hostname|pwd)\b[^;&<>`]*[)`]").fullmatch
 
@@ -293,10 +164,10 @@ class _Reader:
 
     def __init__(self, text: str, env: Mapping[str, str]) -> None:
         self._lines = text.splitlines()
-        self._statements = _Lexer(text).statements()
+        self._statements = _statements(text)
         self._env = env
         self._variables: dict[str, str] = {}
-        self._arrays: dict[str, list[tuple[int, _Word]]] = {}
+        self._arrays: dict[str, list[tuple[int, str]]] = {}
         self._exported: dict[str, tuple[int, str]] = {}
         self._unset: set[str] = set()
         self._removed: list[str] = []
@@ -304,6 +175,15 @@ class _Reader:
         self._is_strict = False  # `set -u`
         self._unknown: tuple[int, str] | None = None
         self._call: DriverCall | None = None
+        self._known: dict[str, Callable[[Sequence[str], int], None]] = {
+            **dict.fromkeys((":", "echo", "ls", "pwd", "true"), self._take_echo),
+            "cd": self._take_cd,
+            "exit": self._take_exit,
+            "export": self._take_export,
+            "rm": self._take_rm,
+            "set": self._take_set,
+            "unset": self._take_unset,
+        }
 
     def read(self) -> DriverCall:
         """Return the call; one without arguments if only bash can make it."""
@@ -312,8 +192,7 @@ class _Reader:
         if len(calls) > 1 and not has_control:
             raise ScriptError(
                 calls[1].line,
-                f"calls the driver a second time, after line {calls[0].line + 1} of the script; "
-                f"give each call a recipe of its own",
+                "calls the driver a second time, expected one call; give each a recipe of its own",
             )
         for one in self._statements:
             try:
@@ -336,11 +215,12 @@ class _Reader:
         )
 
     def _is_control(self, statement: _Statement) -> bool:
-        first = statement.words[0][1] if statement.words else ()
-        return _text_of(first) in _CONTROL or "(" in statement.operators
+        first = statement.words[0][1] if statement.words else ""
+        return first in _CONTROL or "(" in statement.operators
 
     def _calls_driver(self, statement: _Statement) -> bool:
-        return any(_text_of(word).endswith(DRIVER) for _, word in statement.words)
+        words = [word.strip("\"'") for _, word in statement.words if not _NAMED(word)]
+        return any(word.endswith(DRIVER) for word in words[: 2 if words[:1] == ["bash"] else 1])
 
     def _take(self, statement: _Statement) -> None:
         """Follow a statement.
@@ -351,42 +231,40 @@ class _Reader:
         words = [word for _, word in statement.words]
         if statement.operators:
             # `rm -rf ... || true` alone
-            if statement.operators != ["||"] or _text_of(words[-1]) != "true":
+            if statement.operators != ["||"] or words[-1] != "true":
                 raise _UnknownError
             words = words[:-1]
         if self._calls_driver(statement):
             self._take_call(statement, statement.words)
             return
-        name = _text_of(words[0]) if words else ""
-        if statement.array is not None and len(words) == 1:
+        name = words[0] if words else ""
+        if statement.is_array and _NAMED(name):
             self._arrays[name.removesuffix("=")] = statement.array
         elif _NAMED(name):
             for word in words:
                 self._assign(word, statement.line)
         else:
-            taken: Callable[[Sequence[_Word], int], None] | None
-            taken = getattr(self, f"_take_{name}", None) if name.isalpha() else None
-            if name == ":":
-                taken = self._take_echo
-            if taken is None:
+            if (taken := self._known.get(name)) is None:
                 raise _UnknownError
             taken(words[1:], statement.line)
 
-    def _assign(self, word: _Word, line: int) -> str:
+    def _assign(self, word: str, line: int) -> str:
         """Follow `NAME=value`, and return the name."""
-        named = _NAMED(word[0].text)
-        if named is None or word[0].kind != "text":
+        named = _NAMED(word)
+        if named is None or word[named.end() :].startswith("~"):
             raise _UnknownError
-        rest = (_WordPart("text", word[0].text[named.end() :]), *word[1:])
-        value = self._value(rest, line)
+        is_new = named[1] not in self._variables and named[1] not in self._env
+        if self._arrays and self._call is None and not is_new:
+            raise _UnknownError  # the array was filled with the value before
+        value = self._value(word[named.end() :], line)
         if named[1] in self._exported:
             self._exported[named[1]] = line, value
         self._variables[named[1]] = value
         return named[1]
 
-    def _take_export(self, words: Sequence[_Word], line: int) -> None:
+    def _take_export(self, words: Sequence[str], line: int) -> None:
         for word in words:
-            name = self._assign(word, line) if _NAMED(_text_of(word)) else _text_of(word)
+            name = self._assign(word, line) if _NAMED(word) else word
             if name.startswith("-"):
                 raise _UnknownError
             value = self._variables.get(name, self._env.get(name, ""))
@@ -395,35 +273,33 @@ class _Reader:
             self._exported[name] = line, value
             self._unset.discard(name)
 
-    def _take_unset(self, words: Sequence[_Word], _line: int) -> None:
-        for name in map(_text_of, words):
+    def _take_unset(self, words: Sequence[str], _line: int) -> None:
+        for name in words:
             self._exported.pop(name, None)
             self._variables.pop(name, None)
             self._unset.add(name)
 
-    def _take_echo(self, words: Sequence[_Word], line: int) -> None:
+    def _take_echo(self, words: Sequence[str], line: int) -> None:
         for word in words:
             self._value(word, line)
 
-    _take_ls = _take_pwd = _take_true = _take_echo
-
-    def _take_set(self, words: Sequence[_Word], line: int) -> None:
+    def _take_set(self, words: Sequence[str], line: int) -> None:
         for word in words:
             text = self._value(word, line)
             if "u" in text and text.startswith(("-", "+")):
                 self._is_strict = text.startswith("-")
 
-    def _take_cd(self, words: Sequence[_Word], line: int) -> None:
+    def _take_cd(self, words: Sequence[str], line: int) -> None:
         if len(words) != 1 or (path := self._value(words[0], line)).startswith(("-", "~")):
             raise _UnknownError
         self._directory = posixpath.normpath(posixpath.join(self._directory, path))
 
-    def _take_exit(self, words: Sequence[_Word], line: int) -> None:
+    def _take_exit(self, words: Sequence[str], line: int) -> None:
         is_of_driver = len(words) == 1 and self._value(words[0], line) == _STATUS
         if self._call is None or not is_of_driver:
             raise _UnknownError
 
-    def _take_rm(self, words: Sequence[_Word], line: int) -> None:
+    def _take_rm(self, words: Sequence[str], line: int) -> None:
         home = self._env.get("HOME", "")
         for word in words:
             path = self._value(word, line)
@@ -433,9 +309,9 @@ class _Reader:
                 raise _UnknownError
             self._removed.append(path)
 
-    def _take_call(self, statement: _Statement, words: Sequence[tuple[int, _Word]]) -> None:
+    def _take_call(self, statement: _Statement, words: Sequence[tuple[int, str]]) -> None:
         """Follow `NAME=value bash .../run_ci_test.sh ${ARGUMENTS[@]}`."""
-        names = [_text_of(word) for _, word in words]
+        names = [word.strip("\"'") for _, word in words]
         at = next(i for i, name in enumerate(names) if name.endswith(DRIVER))
         before = [i for i in range(at) if not _NAMED(names[i])]
         place = posixpath.normpath(posixpath.join(self._directory, names[at]))
@@ -449,12 +325,9 @@ class _Reader:
             env[name] = statement.line, self._variables[name]
         found: dict[str, tuple[int, str]] = {}
         for line, word in words[at + 1 :]:
-            if len(kinds := [p for p in word if p != _WordPart("text", "")]) != 1 or (
-                kinds[0].kind != "array"
-            ):
-                self._add_argument(found, line, word)
-                continue
-            for inner_line, inner in self._arrays.get(kinds[0].text, ()):
+            array = _ARRAY(word)
+            given = [(line, word)] if array is None else self._arrays.get(array[1], [])
+            for inner_line, inner in given:
                 self._add_argument(found, inner_line, inner)
         self._call = DriverCall(
             arguments=found,
@@ -463,11 +336,10 @@ class _Reader:
             directory=self._directory,
         )
 
-    def _add_argument(self, found: dict[str, tuple[int, str]], line: int, word: _Word) -> None:
+    def _add_argument(self, found: dict[str, tuple[int, str]], line: int, word: str) -> None:
         """Add a word of the driver's, as it takes it: without a layer of quotes."""
-        command = next((piece.text for piece in word if piece.kind == "command"), None)
-        if command is not None:
-            raise ScriptError(line, _not_a_value(command))
+        if (command := _COMMAND(word)) is not None:  # the driver evaluates what it is given
+            raise ScriptError(line, _not_a_value(command[0]))
         text = self._value(word, line)
         key, is_there, value = text.partition("=")
         if not is_there or not key.isidentifier():
@@ -476,51 +348,56 @@ class _Reader:
             raise ScriptError(line, _not_a_value(key))
         for quote in "\"'":
             value = value.removesuffix(quote).removeprefix(quote)
-        if "`" in value or "$(" in value:  # the driver evaluates what it is given
-            raise ScriptError(line, _not_a_value(value))
         if set(value) & set("$;|&<>()*?~[]{}\"'\\!#"):
             raise _UnknownError
         found[key] = (line, value)
 
-    def _value(self, word: _Word, line: int) -> str:
+    def _value(self, word: str, line: int) -> str:
         """Return a word as the shell would expand it.
 
         Raises:
             ScriptError: A variable is not set, and the script demands it.
             _UnknownError: Only a shell knows.
         """
-        return "".join(self._expanded(piece, line) for piece in word)
+        found, is_quoted, at = "", False, 0
+        while at < len(word):
+            part = _PART.match(word, at)
+            if part is None or (is_quoted and word[at] == "'"):
+                found, at = found + word[at], at + 1
+                continue
+            at = part.end()
+            if part["quote"]:
+                is_quoted = not is_quoted
+            elif part["bare"] or part["name"]:
+                found += self._variable(part, line)
+            elif part["command"]:
+                if _PURE(word[part.start() :].rstrip('"')) is None:
+                    raise _UnknownError
+                return found + _COMPUTED
+            elif part["odd"]:
+                raise _UnknownError
+            elif (char := part["escaped"]) is not None:
+                found += char if not is_quoted or char in '"\\$`' else f"\\{char}"
+            else:
+                found += part["plain"] or part["single"] or ""
+        return found
 
-    def _expanded(self, piece: _WordPart, line: int) -> str:
-        if piece.kind == "text":
-            return piece.text
-        if piece.kind == "command" and _PURE(piece.text) is not None:
-            return _COMPUTED
-        if piece.kind != "variable":
-            raise _UnknownError
-        if piece.text in "$?":
-            return OWN if piece.text == "$" else _STATUS
-        is_known = piece.text not in self._unset
-        value = self._variables.get(piece.text, self._env.get(piece.text) if is_known else None)
-        if not value and piece.default is not None:
-            value = piece.default.replace("$$", OWN)
-            if piece.is_kept:
-                self._variables[piece.text] = value
+    def _variable(self, part: re.Match[str], line: int) -> str:
+        """Return the value of a variable, or its default."""
+        name, default = part["bare"] or part["name"], part["default"]
+        if name in ("$", "?"):
+            return OWN if name == "$" else _STATUS
+        is_known = name not in self._unset
+        value = self._variables.get(name, self._env.get(name) if is_known else None)
+        if not value and default is not None:
+            value = default.replace("$$", OWN)
+            if part["operator"] == "=":
+                self._variables[name] = value
         if value is None and self._is_strict:
             raise ScriptError(
-                line, f"${piece.text} is not set, and the script ends there (set -u); export it"
+                line, f"${name} is not set, and the script ends there (set -u); export it"
             )
         return value or ""
-
-
-def _text_of(word: _Word) -> str:
-    """Return the text of a word up to the first thing that the shell replaces."""
-    found = ""
-    for piece in word:
-        if piece.kind != "text":
-            break
-        found += piece.text
-    return found
 
 
 def _not_a_value(text: str) -> str:

@@ -79,7 +79,11 @@ class RecipeSpec(RowSettings):
     tag: NotRequired[str | None]
     test_case: NotRequired[str | None]
     max_windows: NotRequired[Annotated[Positive | None, About("Windows that a release may take.")]]
-    script: NotRequired[Annotated[str | None, About("Template, run under bash.")]]
+    script: NotRequired[
+        Annotated[
+            str | None, About("Template of a bash script; a call of Megatron-LM's driver is read.")
+        ]
+    ]
     script_setup: NotRequired[Annotated[str | None, About("Never run by us.")]]
     artifacts: NotRequired[dict[str, str] | None]
     segment: NotRequired[int | None]

@@ -48,7 +48,7 @@ _DIRECTORIES = ("artifacts_dir", "assets_dir")
 _OURS = (*_DIRECTORIES, "n_repeat")
 _CHECKOUT_WORDS = (
     *("cd", "cp", "echo", "export", "git", "ls", "mkdir", "printf", "rm", "set", "trap", "umask"),
-    *("unset", "\"'"),
+    "unset",
 )
 
 
@@ -234,7 +234,7 @@ class _Native:
         for key, (line, _) in found.items():
             if not re.search(rf"\$\{{?{key}\b", text):
                 expected = f"expected one of {', '.join(_KNOWN)}, or one that {path.name} refers to"
-                raise self._error(line, f"unknown key {key!r}{nearest(key, _KNOWN)}, {expected}")
+                raise self._error(line, f"unknown key {key!r}, {expected}{nearest(key, _KNOWN)}")
         return found
 
     def _program(self, line: int, value: str) -> str:

@@ -590,7 +590,7 @@ class _LossWatch:
 
     def problem(self, phase: PhasePlan, progress: Progress | None) -> str | None:
         """Return the loss that is not finite; None without one, or if it is too soon to ask."""
-        if self.find is None or phase.is_script or not self._pace.is_due:
+        if self.find is None or not self._pace.is_due:
             return None
         now = time.monotonic()
         so_far = PhaseEnd(  # as if it were stopped now

@@ -56,6 +56,7 @@ class LaunchEnd(Enum):
     TIME_LIMIT = "time limit"
     HUNG_COLLECTIVE = "hung collective"
     STOPPED = "stopped early"  # since a loss was not finite
+    NOT_EXITED = "not exited"  # after all its work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

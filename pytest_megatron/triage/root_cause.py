@@ -263,7 +263,7 @@ def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
-_ENDED_BY_US = (LaunchEnd.TIME_LIMIT, LaunchEnd.HUNG_COLLECTIVE, LaunchEnd.STOPPED)
+_ENDED_BY_US = frozenset(LaunchEnd) - {LaunchEnd.EXITED}
 _FROM_OUTSIDE = ("SIGABRT", "SIGINT", "SIGKILL", "SIGQUIT")  # where it ended every rank
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
@@ -319,8 +319,9 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     if root is None and launcher is not None and is_ended and launcher.is_own_mistake:
         root = _root_of(launcher, ())
     limit = next((e for e in _events(rank_log) if _is_limit_after(e, root)), None)
-    explained = None if limit is not None else _explained(rank_log, root)
-    if explained is not None:
+    is_done = root is None and rank_log.unit.known.ended is LaunchEnd.NOT_EXITED
+    explained = None if limit is not None or is_done else _explained(rank_log, root)
+    if explained is not None or is_done:
         return explained
     if root is not None and (is_stopped or limit is not None):
         root = _stayed(root, rank_log, limit)

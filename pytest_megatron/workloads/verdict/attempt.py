@@ -65,6 +65,7 @@ _ENDED = {
     End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
     End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
     End.STOPPED: LaunchEnd.STOPPED,
+    End.NOT_EXITED: LaunchEnd.NOT_EXITED,
 }
 
 
@@ -505,7 +506,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
         case End.HUNG_COLLECTIVE:
             ended = f"a collective did not finish: rank {end.hung_rank} reported it"
         case End.NOT_EXITED:
-            return _why_it_stayed(end, table)
+            ended = "trained to the end"
         case End.EXITED:
             ended = f"{_program(end)} {_ended(end.returncode)}"
         case _:
@@ -513,7 +514,8 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
     found = diagnose_phase(end, time_limit_s, table)
     if found is None:
         text = make_headline("", ended, when=when)
-        return FailureCause(text=text, see=str(dirs.logs), rank=end.hung_rank)
+        plain = FailureCause(text=text, see=str(dirs.logs), rank=end.hung_rank)
+        return _why_it_stayed(end, table) if end.end is End.NOT_EXITED else plain
     root = found.record
     text = ", ".join(filter(None, (root.headline, _phase(end))))
     if end.end is End.TIME_LIMIT and root.family != "time_limit":
@@ -527,6 +529,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
         rank=end.hung_rank if root.root_rank is None else root.root_rank,
         signature=signature_of(found),
         diagnosis=found,
+        is_after_training=end.end is End.NOT_EXITED,
     )
 
 

@@ -346,10 +346,12 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
 def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
     """Return the failure of an attempt that came after its last training, None for another."""
     last = attempt.ends[-1] if attempt.ends else None
-    if last is None or last.is_clean or last.end is not End.NOT_EXITED:
+    if last is None or last.end is not End.NOT_EXITED:
         return None
-    is_last = last.plan.number == max(phase.number for phase in plan.phases)
-    return why_it_failed(last, plan.time_limit_s, job.table) if is_last else None
+    if last.plan.number != max(phase.number for phase in plan.phases):
+        return None
+    late = why_it_failed(last, plan.time_limit_s, job.table)
+    return None if last.is_clean and late.diagnosis is None else late
 
 
 def _with_late(attempt: Attempt, late: FailureCause) -> Attempt:

@@ -7,7 +7,8 @@ start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt:
 happens only while it is not there, `spawn` writes the id of a process into it once that is up.
 `hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
 GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `dns` is one
-that lasts; `watchdog` is a hang of NCCL; `stay` does not exit after the last iteration.
+that lasts; `watchdog` is a hang of NCCL; `stay` does not exit after the last iteration,
+and `late` raises there as well.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -84,6 +86,13 @@ class Faults:
     def misbehave_once_resumed(self, iteration: int) -> None:
         if self.is_due("hang-if-resumed", iteration):
             self.do("hang")
+
+    def misbehave_at_the_end(self) -> None:
+        if "late" in self.at:
+            threading.Thread(target=threading.Event().wait).start()  # the interpreter waits for it
+            raise ERRORS["crash"]
+        while "stay" in self.at:
+            signal.pause()
 
     def do(self, kind: str) -> None:
         if kind in ERRORS:
@@ -285,8 +294,7 @@ def main() -> None:
             break
         if args.exit_interval and iteration % args.exit_interval == 0:
             break
-    while "stay" in faults.at:
-        signal.pause()
+    faults.misbehave_at_the_end()
 
 
 with contextlib.suppress(BrokenPipeError):

@@ -22,16 +22,18 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     project.row(project.case("differs", fault=[STAYS]), write_golden=False)
     project.golden("differs", changes={7: 0.5})
     project.add("passes", STAYS, config={"EXIT_POLICY": "pass"})
+    project.add("late", "late@0:1", config={"EXIT_POLICY": "pass"})
     waits = project.case("waits", fault="stay@0", config={"EXIT_POLICY": "wait"})
     project.row(waits, time_limit=[40])
-    return project.run("recipes", "-n", "4", "--max-attempts", "1")
+    return project.run("recipes", "-n", "5", "--max-attempts", "1")
 
 
 def test_ranks_that_do_not_exit_are_named_and_the_golden_is_compared(run: Run) -> None:
     assert run.verdict("stays") == ("FAILED", "failed")
     problem = run.problem("stays")
     assert re.match(
-        r"trained to the end, and rank 1 did not exit at train.py:\d+ in main\n", problem
+        r"trained to the end, and rank 1 did not exit at train.py:\d+ in misbehave_at_the_end\n",
+        problem,
     )
     assert "destroy_process_group()" in problem
     assert "its metrics agree with the golden" in problem
@@ -52,6 +54,13 @@ def test_the_case_decides_whether_that_fails(run: Run) -> None:
     assert "rank 1 did not exit" in str(run.record("passes")["summary"])
     assert run.verdict("waits") == ("FAILED", "failed")
     assert "time limit of 40 s reached" in run.problem("waits")
+
+
+def test_what_a_rank_raised_before_it_did_not_exit_fails_in_any_case(run: Run) -> None:
+    assert run.verdict("late") == ("FAILED", "failed")
+    first = run.problem("late").splitlines()[0]
+    assert first.startswith("rank 1 of 2 raised ValueError: the crash of rank 1 at ")
+    assert "; did not exit afterwards" in first
 
 
 def test_work_is_seen_in_any_process_below() -> None:

@@ -101,7 +101,7 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
         for name in place.names[:_SHOWN]:
             click.echo(f"    {description(name, place.metrics[name])}")
     best = best if wanted else replace(best, wanted=_lasting(best))
-    _say_others(best, (*ran.places, *ran.others))
+    _say_others(best, ran)
     if (odd := disagreement(best, ran.places)) is not None:
         click.echo(f"two sources disagree: {odd}; the row reads {best.where}")
     length = length_of(words)
@@ -177,15 +177,16 @@ def _lasting(found: Found) -> tuple[str, ...]:
     return tuple(lasting)
 
 
-def _say_others(best: Found, places: Sequence[Found]) -> None:
+def _say_others(best: Found, ran: RunByHand) -> None:
     """Name the metrics that are not compared, and were not named yet."""
     named = {*best.names, *best.single, *replace(best, wanted=()).names}
     if rest := [name for name in best.metrics if name not in named]:
         click.echo(f"left out: {', '.join(rest)}, no losses by name; --metric compares them")
     named |= best.metrics.keys()
-    for place in places:
-        named.update(place.names[:_SHOWN])
-        if rest := [name for name in place.metrics if name not in named]:
+    named.update(name for place in ran.places for name in place.names[:_SHOWN])  # shown above
+    for place in (*ran.places, *ran.others):
+        known = tuple(f" {name}" for name in named)  # of a longer name printed before a number
+        if rest := [name for name in place.metrics if not f" {name}".endswith(known)]:
             click.echo(f"left out: {listed(rest, _LISTED)} of {place.where}")
             named.update(rest)
 

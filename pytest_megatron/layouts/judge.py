@@ -11,10 +11,11 @@ Source: ProcessGroupNCCL.cpp of torch, `getKeySendRecv` and `pointToPoint`; v2.1
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import combinations, pairwise, product, takewhile
+from dataclasses import asdict, dataclass, field, replace
+from itertools import combinations, pairwise, product, takewhile, zip_longest
 from operator import itemgetter
 
 from pytest_megatron.base.text import counted, name_ranks
@@ -179,7 +180,8 @@ class _RankComparison:
     records: Mapping[int, RankRecord]
     num_compared: int = 0
     num_left_out: int = 0
-    of_data: frozenset[str] = frozenset()  # lines whose sizes follow from it
+    # Lines whose sizes follow from data of others, with the dimensions that do.
+    of_data: Mapping[str, Collection[int]] = field(default_factory=dict)
 
 
 def judge(
@@ -198,7 +200,7 @@ def judge(
     ran = dict(sorted(records.items()))
     again = {other.rank: other for other in others}
     decided, undecided = _cut_at_data(ran, again)
-    found = _RankComparison(records=decided, of_data=frozenset(_sizes_of_data(ran, again)))
+    found = _RankComparison(records=decided, of_data=_sizes_of_data(ran, again))
     faults = [*_failures(decided)]
     if undecided:  # others may fail by what these did not do
         undecided, faults = undecided + [replace(f, kind="undecided") for f in faults], []
@@ -312,14 +314,35 @@ def _what(call: Call) -> tuple[object, ...]:
 
 def _sizes_of_data(
     records: Mapping[int, RankRecord], again: Mapping[int, RankRecord]
-) -> Iterator[str]:
-    """Yield the lines whose calls have another size when others have sent something else."""
+) -> dict[str, set[int]]:
+    """Return the lines whose calls have another size when others have sent something else.
+
+    Each has the dimensions that change; the others have to be alike in all ranks.
+    """
+    found: dict[str, set[int]] = defaultdict(set)
     for rank, other in again.items():
         for one, same in zip(records[rank].calls, other.calls, strict=False):
             if _what(one) != _what(same):
                 break
             if _sizes(one) != _sizes(same):
-                yield one.line
+                found[one.line].update(_changing(one, same))
+    return dict(found)
+
+
+def _changing(one: Call, other: Call) -> Iterator[int]:
+    """Yield the dimensions in which the tensors of two calls differ."""
+    for shape, same in zip_longest(one.shapes, other.shapes, fillvalue=()):
+        pairs = enumerate(zip_longest(shape, same))
+        yield from (index for index, (size, theirs) in pairs if size != theirs)
+
+
+def _row_sizes(call: Call, changing: Collection[int]) -> set[int]:
+    """Return the elements of each tensor for one index of the dimensions that change."""
+    return {
+        math.prod(size for index, size in enumerate(shape) if index not in changing)
+        for shape in call.shapes
+        if math.prod(shape)
+    }
 
 
 def _sizes(call: Call) -> tuple[object, ...]:
@@ -552,7 +575,7 @@ def _is_required(record: RankRecord, other: RankRecord, call: Call) -> bool:
     return record.end != "cut" or any(c is call for c in record.calls[: record.last_step_call])
 
 
-def _difference(here: Call, there: Call, of_data: Collection[str]) -> str:
+def _difference(here: Call, there: Call, of_data: Mapping[str, Collection[int]]) -> str:
     """Return in what two calls differ that have to be alike; "" if they are."""
     for name in ("kind", "reduction", "root"):
         if getattr(here, name) != getattr(there, name):
@@ -561,11 +584,19 @@ def _difference(here: Call, there: Call, of_data: Collection[str]) -> str:
         return ""
     if here.dtype != there.dtype:
         return "differs in dtype"
-    if not (here.has_own_size and there.has_own_size) or {here.line, there.line} & set(of_data):
-        return ""
-    if here.sent or there.sent:  # compared pair by pair
-        return ""
-    return "" if here.num_elements == there.num_elements else "differs in size"
+    return "differs in size" if _differs_in_size(here, there, of_data) else ""
+
+
+def _differs_in_size(here: Call, there: Call, of_data: Mapping[str, Collection[int]]) -> bool:
+    """Return true if two calls have other sizes where data of others does not decide them."""
+    if not (here.has_own_size and there.has_own_size):
+        return False
+    if here.line in of_data or there.line in of_data:
+        changing = {0, *of_data.get(here.line, ()), *of_data.get(there.line, ())}
+        rows = [_row_sizes(call, changing) for call in (here, there)]
+        return all(rows) and rows[0] != rows[1]
+    has_parts = bool(here.sent or there.sent)  # which are compared pair by pair
+    return not has_parts and here.num_elements != there.num_elements
 
 
 def describe(call: Call) -> str:

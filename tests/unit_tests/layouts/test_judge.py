@@ -237,6 +237,20 @@ def test_sizes_that_follow_data_are_not_compared(records: Records) -> None:
     assert layout.left_out == ("sizes at train.py:10, which follow the data",)
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_faults"),
+    [([9, 8], 0), ([0, 8], 0), ([9], 1), ([4, 7], 1)],
+)
+def test_rows_of_sizes_that_follow_data_are_compared(
+    records: Records, shape: list[int], num_faults: int
+) -> None:
+    records[3].calls[0].shapes = [shape]
+    other = deepcopy(records[1])
+    other.calls[0].shapes = [[7, 8]]
+    faults = judge(records, others=[other]).faults
+    assert [(f.kind, f.ranks) for f in faults] == [("collective", (0, 3))] * num_faults
+
+
 def test_calls_of_groups_with_one_rank_here_are_counted_as_left_out(records: Records) -> None:
     del records[1]
     layout = judge(records)

@@ -23,6 +23,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from typing_extensions import override
 
+from pytest_megatron.layouts.model import EAGER
+
 if TYPE_CHECKING:
     from pytest_megatron.layouts.recorder import RankRecorder
 
@@ -460,7 +462,8 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
         """Make a fake process group, and record it."""
         members = list(ranks) or list(range(world_size))
         asked[str(name)] = named(backend)
-        recorder.group(str(name), members, asked[str(name)])
+        is_eager = recorder.is_eager or _.get("device_id") is not None
+        recorder.group(str(name), members, asked[str(name)] + f", {EAGER}" * is_eager)
         options = {k: v for k, v in _.items() if k in ("timeout", "pg_tag", "group_desc")}
         return make(size, own, ranks, dist.Backend(BACKEND), store, name, **options)
 
@@ -468,6 +471,7 @@ def install(recorder: RankRecorder, rank: int, world_size: int) -> None:
     def init_process_group(backend: Any = None, *args: Any, **more: Any) -> None:
         """Set the fake default group up."""
         recorder.asked_backend = named(backend)
+        recorder.is_eager = more.get("device_id") is not None
         timeout = more.get("timeout") or (args[1] if len(args) > 1 else None)
         start(
             BACKEND,

@@ -3,10 +3,10 @@
 Their programs are played as well, to find waits that never end. A rank issues calls and waits for
 some. A collective ends when each member that was run has issued it; a message when both ends have.
 With NCCL the calls of one communicator end in the order in which they were issued: those of a
-group share one, and unbatched messages have one for each pair. Ranks that were not run are always
-ready.
+group share one, and unbatched messages have one for each pair, unless the group was made for a
+device. Ranks that were not run are always ready.
 
-Source: ProcessGroupNCCL.cpp of torch, `getKeySendRecv` and `pointToPoint`; v2.13.
+Source: ProcessGroupNCCL.cpp of torch, `getKeySendRecv`, `pointToPoint` and `eagerInit_`; v2.13.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from itertools import combinations, pairwise, product, takewhile, zip_longest
 from operator import itemgetter
 
 from pytest_megatron.base.text import counted, name_ranks
-from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord, kinds_of
+from pytest_megatron.layouts.model import EAGER, Call, MadeGroup, RankRecord, kinds_of
 from pytest_megatron.layouts.report import size_text
 from pytest_megatron.runs.record import RecordedFakeRank, RecordedFault, RecordedLayout
 
@@ -35,10 +35,21 @@ class Blocked:
     for_rank: int
 
 
-def channel_of(rank: int, call: Call) -> tuple[str, int, int]:
-    """Return group, source and destination of a message."""
+Channel = tuple[str, int, int, bool]
+_Ends = tuple[Sequence[Call], Sequence[Call]]  # sends, and receives
+
+
+def channel_of(rank: int, call: Call, paired: Collection[str]) -> Channel:
+    """Return group, source and destination of a message, and whether it is for its pair alone."""
     peer = -1 if call.peer is None else call.peer
-    return (call.group, rank, peer) if call.kind == "send" else (call.group, peer, rank)
+    ends = (rank, peer) if call.kind == "send" else (peer, rank)
+    return (call.group, *ends, call.batch is None and call.group in paired)
+
+
+def paired_groups(records: Mapping[int, RankRecord]) -> set[str]:
+    """Return the groups whose unbatched messages have a communicator for each pair of ranks."""
+    groups = (group for record in records.values() for group in record.groups)
+    return {g.name for g in groups if "nccl" in g.backend and EAGER not in g.backend}
 
 
 class Simulation:
@@ -51,6 +62,7 @@ class Simulation:
         self._members = {n: [r for r in ranks if r in records] for n, ranks in members.items()}
         backends = next(iter(records.values())).groups
         self._nccl = {group.name for group in backends if "nccl" in group.backend}
+        self._paired = paired_groups(records)
         self._events = {rank: _events(record) for rank, record in records.items()}
         self._next = dict.fromkeys(records, 0)
         self._posted: dict[tuple[int, Key], int] = defaultdict(int)  # of a rank on a channel
@@ -129,14 +141,15 @@ class Simulation:
         """Return what both ends of a call have in common; the n-th there meets the n-th here."""
         if call.kind in ("send", "recv"):
             # The two ends of a channel are counted apart, since one rank never is both.
-            return ("channel", *channel_of(rank, call))
+            return ("channel", *channel_of(rank, call, self._paired))
         return ("group", call.group)
 
     def _communicator(self, call: Call) -> Key:
         """Return the queue in which calls have to meet in order."""
         if call.group not in self._nccl:
             return ("free", call.group)
-        if call.kind in ("send", "recv") and call.batch is None:
+        is_message = call.kind in ("send", "recv")
+        if is_message and call.batch is None and call.group in self._paired:
             return ("ordered", call.group, call.peer)
         return ("ordered", call.group)
 
@@ -613,32 +626,39 @@ def describe(call: Call) -> str:
 
 def _messages(found: _RankComparison) -> Iterator[RecordedFault]:
     """Yield the first difference of each pair of ranks that send to one another."""
-    channels: dict[tuple[str, int, int], tuple[list[Call], list[Call]]] = defaultdict(
-        lambda: ([], [])
-    )
+    paired = paired_groups(found.records)
+    channels: dict[Channel, tuple[list[Call], list[Call]]] = defaultdict(lambda: ([], []))
     for rank, record in found.records.items():
         for call in record.calls:
             if call.kind in ("send", "recv") and call.peer is not None:
-                channels[channel_of(rank, call)][call.kind == "recv"].append(call)
+                channels[channel_of(rank, call, paired)][call.kind == "recv"].append(call)
     anywhere = {
         rank
         for rank, r in found.records.items()
         if any(c.kind == "recv" and c.peer is None for c in r.calls)
     }
-    for (_, source, target), (sends, receives) in channels.items():
+    for (group, source, target, is_alone), (sends, receives) in list(channels.items()):
         if source not in found.records or target not in found.records or target in anywhere:
             found.num_left_out += len(sends) + len(receives)
             continue
-        fault = _first_lost(found, (source, target), sends, receives)
+        apart = channels[group, source, target, not is_alone]
+        fault = _first_lost(found, (source, target), (sends, receives), apart)
         if fault is not None:
             yield fault
 
 
 def _first_lost(
-    found: _RankComparison, pair: tuple[int, int], sends: Sequence[Call], receives: Sequence[Call]
+    found: _RankComparison, pair: tuple[int, int], calls: _Ends, apart: _Ends
 ) -> RecordedFault | None:
-    """Return the first message that is not received as it was sent, None without one."""
-    source, target = pair
+    """Return the first message that is not received as it was sent, None without one.
+
+    Args:
+        found: The ranks.
+        pair: Source and target.
+        calls: Sends and receives that can meet.
+        apart: Those of the same ranks in another communicator.
+    """
+    (source, target), (sends, receives) = pair, calls
     for index, (sent, received) in enumerate(zip(sends, receives, strict=False)):
         found.num_compared += 1
         is_alike = sent.num_elements == received.num_elements or sent.line in found.of_data
@@ -658,12 +678,19 @@ def _first_lost(
     if not extra or not _is_required(found.records[owner], found.records[other], extra[0]):
         return None
     did, lacks = ("sent", "received") if has_more else ("awaited", "sent")
+    what = f"is {did} by rank {owner} and never {lacks} by rank {other}"
     last = f"its last one: {shorter[-1].line}" if shorter else "has none"
+    if meant := apart[has_more][len(apart[not has_more]) :]:
+        if extra[0].batch is None:
+            return None  # told of the side that is in a batch
+        what = f"is {did} by rank {owner} in a batch and {lacks} by rank {other} outside of one"
+        what += ": NCCL has a communicator for each"
+        last = meant[0].line
     return RecordedFault(
         kind="message",
         ranks=(owner, other),
         text=f"message {len(shorter)} from rank {source} to rank {target}, {describe(extra[0])} in "
-        f"step {extra[0].step}, is {did} by rank {owner} and never {lacks} by rank {other}",
+        f"step {extra[0].step}, {what}",
         lines=((owner, extra[0].line), (other, last)),
     )
 

@@ -16,6 +16,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.record import RankMemory
 
 NUM_RANKS = 12
+EAGER = "eager"
 _OPTION = "--fake-ranks"
 
 
@@ -98,7 +99,7 @@ class MadeGroup:
     Attributes:
         name: By which its members meet.
         ranks: Global ranks, in the group's order.
-        backend: As the program named it.
+        backend: As the program named it, and `eager` if it named a device with it.
         line: Where it was made.
         after: Number of calls that the rank had made before.
     """

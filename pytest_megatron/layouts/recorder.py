@@ -259,6 +259,7 @@ class RankRecorder:
         mail: Messages of ranks that ran before.
         batch: Number of the batch of point-to-point calls that is being issued.
         asked_backend: The backend of the default group as the program named it.
+        is_eager: Whether it named a device of the default group.
         is_object: Whether a call is one part of sending an object.
         is_internal: Whether a call only serves torch itself; this and `is_object` hold for the line
             that `place` returned last.
@@ -277,7 +278,8 @@ class RankRecorder:
         self.memory = MemoryTracker(self.place, self._read)
         self.mail = Mail(settings.directory / "mail")
         self.batch: int | None = None
-        self.asked_backend = ""
+        self.asked_backend, self.is_eager = "", False
+        self._program = ""
         self._last_read = ""
         self.noise = torch.Generator().manual_seed(1) if is_other else None
         self.is_object = self.is_internal = False

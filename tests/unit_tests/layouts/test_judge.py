@@ -145,6 +145,59 @@ def test_unbatched_messages_of_nccl_wait_for_one_another() -> None:
     assert judge(records).faults == ()
 
 
+@pytest.mark.parametrize(
+    ("backend", "batches", "ranks"),
+    [
+        ("nccl", (0, None), (0, 1)),
+        ("nccl", (None, 0), (1, 0)),
+        ("nccl", (0, 1), None),
+        ("gloo", (0, None), None),
+        ("nccl, eager", (0, None), None),  # one communicator for both
+    ],
+)
+def test_a_batched_message_and_an_unbatched_one_have_other_communicators(
+    backend: str, batches: tuple[int | None, int | None], ranks: tuple[int, int] | None
+) -> None:
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    for (rank, record), batch in zip(records.items(), batches, strict=True):
+        record.groups[0].backend = backend
+        add(record, ("send", "recv")[rank], peer=1 - rank, batch=batch)
+    faults = judge(records).faults
+    assert [(fault.kind, fault.ranks) for fault in faults] == (
+        [("message", ranks)] if ranks else []
+    )
+    assert all(
+        fault.lines == ((ranks[0], "train.py:10"), (ranks[1], "train.py:10"))
+        for fault in faults
+        if ranks
+    )
+
+
+def test_batched_messages_may_overtake_unbatched_ones() -> None:
+    records = {rank: rank_of(rank, 2) for rank in (0, 1)}
+    for clock, (batch, width) in enumerate(((0, 2), (None, 3))):
+        add(
+            records[0],
+            "send",
+            peer=1,
+            batch=batch,
+            shapes=[[width]],
+            issued=clock,
+            waited=clock + 2,
+        )
+    for clock, (batch, width) in enumerate(((None, 3), (0, 2))):
+        add(
+            records[1],
+            "recv",
+            peer=0,
+            batch=batch,
+            shapes=[[width]],
+            issued=clock,
+            waited=clock + 2,
+        )
+    assert judge(records).faults == ()
+
+
 def test_two_groups_in_another_order_block(records: Records) -> None:
     first, second = records[1].calls[:2]
     first.issued, first.waited, second.issued, second.waited = 2, 3, 0, 1

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import TypedDict
 
@@ -189,6 +190,7 @@ class RankRecord:
         end: `whole`, `cut` after the steps, `failed`, or `unknown` at an object that a rank that
             was not run would have sent.
         problem: Last line of the traceback.
+        sources: Files of the program itself.
         largest: Tensors at the peak of the memory.
     """
 
@@ -204,6 +206,7 @@ class RankRecord:
     end: str = ""
     problem: str = ""
     problem_line: str = ""
+    sources: list[str] = field(default_factory=list)
     memory: RankMemory = field(default_factory=RankMemory)
     largest: list[LargeTensor] = field(default_factory=list)
 
@@ -221,36 +224,90 @@ def read_record(path: Path) -> RankRecord:
 _WHOLE_PIPELINE = 8  # stages; of longer ones, the ends and the middle
 
 
-def choose(world_size: int, count: int, first: RankRecord | None) -> list[int]:
+def choose(
+    world_size: int,
+    count: int,
+    first: RankRecord | None,
+    named: Sequence[frozenset[int]] = (),
+) -> list[int]:
     """Return ranks, the most telling first.
 
     Args:
         world_size: Ranks of the training.
         count: How many may be chosen.
         first: Record of rank 0; None if there is none.
+        named: Sets of ranks that the program treats apart, of which some are added.
     """
     if count >= world_size:
         return list(range(world_size))
-    chosen = dict.fromkeys([0, *_candidates(world_size, first)])
-    return list(chosen)[:count]
-
-
-def _candidates(world_size: int, first: RankRecord | None) -> Iterator[int]:
-    """Yield neighbours in pipelines, then ends of each partition of the world."""
-    last = world_size - 1
     if first is None:
-        yield last
-        return
+        return [0, world_size - 1][:count]
     partitions = partitions_of(first, world_size)
     lines = _lines(first, partitions, world_size)
+    last = lines[0][-1] if lines else world_size - 1
+    own = [_own(partition, anchor) for partition in partitions for anchor in (0, last)]
+    ends = list(dict.fromkeys([0, *_ends(lines, own, {0, last})]))[:count]
+    distances = {abs(line[1] - line[0]) for line in lines}
+
+    def groups_of(rank: int) -> list[tuple[int, ...]]:
+        """Return the groups and the lines of a rank."""
+        groups = [_own(partition, rank) for partition in partitions]
+        return [*filter(None, groups), *(tuple(range(rank % d, world_size, d)) for d in distances)]
+
+    added: list[list[int]] = []
+    for sign, ranks in product((1, -1), named):  # the lowest of each, then the highest
+        found = _best_of(ranks, ends, groups_of, sign)
+        if found[0] not in (*ends, world_size - 1):
+            added.append(found)
+    room = count - len(ends)
+    num_each, most = (2, room) if room >= count // 4 else (1, count // 4)
+    taken = list(dict.fromkeys(rank for ranks in added for rank in ranks[:num_each]))[:most]
+    chosen = [*ends[: count - len(taken)], *taken, *chain(*added[:most]), world_size - 1]
+    return list(dict.fromkeys([*chosen, *_middles(partitions, own)]))[:count]
+
+
+def _best_of(
+    ranks: frozenset[int],
+    chosen: Collection[int],
+    groups_of: Callable[[int], list[tuple[int, ...]]],
+    sign: int,
+) -> list[int]:
+    """Return the rank of a set that can be compared the most, then who is beside it.
+
+    Args:
+        ranks: The set.
+        chosen: Ranks that are run.
+        groups_of: Returns the groups of a rank.
+        sign: 1 for the lowest of equal ones, -1 for the highest.
+
+    Returns:
+        The rank, and one outside of the set from each of its groups in which none is run.
+    """
+    others = set(chosen) - ranks
+
+    def lacking(rank: int) -> list[tuple[int, ...]]:
+        return [group for group in groups_of(rank) if others.isdisjoint(group)]
+
+    best = min(ranks, key=lambda rank: (len(lacking(rank)), rank not in chosen, sign * rank))
+    around = ([*g[g.index(best) + 1 :], *g[: g.index(best)][::-1]] for g in lacking(best))
+    return [best, *(next((r for r in group if r not in ranks), best) for group in around)]
+
+
+def _ends(
+    lines: Sequence[Sequence[int]], own: Sequence[Sequence[int]], anchors: Collection[int]
+) -> Iterator[int]:
+    """Yield neighbours in pipelines, then the other ends of the groups of the anchors."""
     for line in lines:
         middle = len(line) // 2
         is_whole = line is lines[0] and len(line) <= _WHOLE_PIPELINE
         yield from line if is_whole else (line[i] for i in (0, 1, -1, -2, middle, middle - 1))
-    anchors = (0, lines[0][-1] if lines else last)
-    own = [_own(partition, anchor) for partition in partitions for anchor in anchors]
     yield from (group[0] if group[-1] in anchors else group[-1] for group in own if group)
-    yield last
+
+
+def _middles(
+    partitions: Sequence[Sequence[tuple[int, ...]]], own: Sequence[Sequence[int]]
+) -> Iterator[int]:
+    """Yield second and middle members of groups, then of each partition of the world."""
     yield from (rank for group in own if group for rank in (group[1], group[len(group) // 2]))
     for partition in partitions:
         yield partition[-1][0]

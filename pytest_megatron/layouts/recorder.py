@@ -307,6 +307,7 @@ class RankRecorder:
 
     def group(self, name: str, ranks: list[int], backend: str) -> None:
         """Note that the program makes a group."""
+        self._program = str(getattr(sys.modules["__main__"], "__file__", ""))
         made = MadeGroup(name, ranks, backend, self.place(), after=len(self._record.calls))
         self._record.groups.append(made)
 
@@ -396,13 +397,16 @@ class RankRecorder:
         """Write the record of this rank."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
         self._record.memory, self._record.largest = self.memory.result()
+        files = {name: getattr(m, "__file__", None) or "" for name, m in sys.modules.copy().items()}
+        own = [file for name, file in files.items() if not name.startswith("pytest_megatron")]
+        self._record.sources = [
+            file
+            for file in dict.fromkeys([self._program, *own])
+            if file.endswith(".py") and not ("site-packages" in file or _is_skipped(file, ""))
+        ]
         modules = self._directory / "modules.json"
         if not modules.exists():
-            installed = [
-                name
-                for name, module in sys.modules.copy().items()
-                if "site-packages" in (getattr(module, "__file__", None) or "")
-            ]
+            installed = [name for name, file in files.items() if "site-packages" in file]
             modules.write_text(json.dumps(installed))
         write_record(self._file, self._record)
 

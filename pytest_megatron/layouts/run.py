@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.layouts.model import Settings, choose, kinds_of, read_record
+from pytest_megatron.layouts.named import named_ranks
 from pytest_megatron.process.tree import large_imports
 
 _MODULES = "modules.json"
@@ -40,7 +41,9 @@ def main() -> None:
     if settings.ranks is None:
         path = settings.directory / "rank_0.json"
         record = read_record(path) if path.exists() else None
-        others = choose(settings.world_size, settings.count, record)[1:]
+        sources = [*argv[:1], *(record.sources if record is not None else ())]
+        named = named_ranks(sources, settings.world_size, settings.ranks_per_node)
+        others = choose(settings.world_size, settings.count, record, named)[1:]
     _run_all(settings, others, argv)
     _run_unknown(settings, argv)
     _run_others(settings, argv)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+
 from pytest_megatron.layouts.model import (
     Call,
     MadeGroup,
@@ -10,6 +14,7 @@ from pytest_megatron.layouts.model import (
     kinds_of,
     partitions_of,
 )
+from pytest_megatron.layouts.named import named_ranks
 
 
 def grid(tp: int, dp: int, pp: int) -> RankRecord:
@@ -41,6 +46,48 @@ def test_a_pipeline_runs_whole_with_the_ends_of_the_groups_of_its_ends() -> None
 def test_a_long_pipeline_runs_its_ends_and_its_middle() -> None:
     chosen = choose(64, 12, grid(2, 2, 16))
     assert {0, 4, 32, 28, 56, 60} < set(chosen)
+
+
+def test_ranks_that_the_program_names_are_chosen_with_one_beside_them() -> None:
+    first = grid(2, 8, 4)
+    usual = choose(64, 12, first)
+    assert usual == [0, 16, 32, 48, 1, 49, 14, 62, 63, 2, 8, 50]
+    chosen = choose(64, 12, first, [frozenset({5})])
+    assert chosen == [*usual[:8], 5, 4, 21, 63]  # of its data-parallel group, rank 1 is there
+    of_eight = frozenset(range(7, 64, 8))
+    assert choose(64, 12, first, [of_eight]) == [*usual[:8], 15, 63, 2, 8]
+    many = [frozenset({rank}) for rank in (0, 63, 3, 5, 7, 9)]
+    assert choose(64, 12, first, many)[8:] == [3, 2, 5, 4]
+    large = grid(8, 8, 8)  # there is room for no other
+    usual = choose(512, 12, large)
+    assert choose(512, 12, large, [frozenset({5})]) == [*usual[:11], 5]
+    assert choose(512, 12, large, many) == [*usual[:9], 63, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("code", "ranks"),
+    [
+        ("if rank == 5 and x: y()", [{5}]),
+        ("if int(os.environ['RANK']) != 5: y()", [{5}]),
+        ("if os.environ.get('RANK') == '5': y()", [{5}]),
+        ("if dist.get_rank() % 8 == 7: y()", [{7, 15}]),
+        ("if args.local_rank in (2, 3): y()", [{2, 3, 10, 11}]),
+        ("me, n = dist.get_rank(), dist.get_world_size()\nif me == n - 2: y()", [{14}]),
+        ("bad = 3\nstage = rank // 4\nif stage == bad: y()", [{12, 13, 14, 15}]),
+        ("if 4 <= rank < 6: y()", [{4, 5}]),
+        ("if rank % 8 == 7 and rank > 8 and x == y(): y()", [{7, 15}, {*range(9, 16)}]),
+        ("if dist.get_rank(group) == 5 or tp_rank == 1 or rank == other(): y()", []),
+        ("rank = rank + 1\nif size == 5 or rank is None or rank > 99: y()", []),
+        ("rank ==", []),
+    ],
+)
+def test_conditions_on_the_number_of_a_rank_name_it(
+    tmp_path: Path, code: str, ranks: list[set[int]]
+) -> None:
+    (tmp_path / "train.py").write_text(code)
+    sources = [str(tmp_path / name) for name in ("train.py", "absent.py")]
+    rare = [found for found in named_ranks(sources, 16, 8) if len(found) < 8]
+    assert [set(found) for found in rare if found != {0, 8}] == ranks
 
 
 def test_groups_of_equal_steps_are_one_partition() -> None:

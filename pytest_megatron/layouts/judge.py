@@ -368,7 +368,8 @@ def _row(record: RankRecord) -> RecordedFakeRank:
     sizes = {group.name: len(group.ranks) for group in record.groups}
     sent: dict[str, int] = defaultdict(int)
     for call in record.calls:
-        sent[str(sizes[call.group])] += 0 if call.kind == "recv" else call.num_bytes
+        if call.step <= max(record.steps, 1):
+            sent[str(sizes[call.group])] += 0 if call.kind == "recv" else call.num_bytes
     return RecordedFakeRank(
         rank=record.rank,
         end=record.end,
@@ -585,7 +586,10 @@ def _is_required(record: RankRecord, other: RankRecord, call: Call) -> bool:
     """Return true if the other rank would have made its side of a call, had there been one."""
     if other.end in _BROKEN or (other.end == "cut" and record.end != "cut"):
         return False
-    return record.end != "cut" or any(c is call for c in record.calls[: record.last_step_call])
+    # Receives may begin ahead of a step, and their senders end before they send.
+    is_ahead = call.kind == "recv" and call.step > record.steps
+    is_judged = any(c is call for c in record.calls[: record.num_judged])
+    return record.end != "cut" or (is_judged and not is_ahead)
 
 
 def _difference(here: Call, there: Call, of_data: Mapping[str, Collection[int]]) -> str:

@@ -29,7 +29,7 @@ class Settings:
         directory: Gets `rank_<r>.json` and `rank_<r>.log` of each rank.
         ranks: Those to run; None chooses them by the groups of rank 0.
         count: How many are chosen.
-        steps: Optimizer steps of each.
+        steps: Optimizer steps of each; one more begins.
         jobs: Ranks side by side.
         time_limit_s: For one rank.
     """
@@ -186,9 +186,9 @@ class RankRecord:
         forwards: Calls of models in each step: micro-batches times chunks.
         models: Classes of the models.
         layers: Numbers of layers, by the name of what contains them.
-        last_step_call: Number of calls when the last step ended.
-        end: `whole`, `cut` after the steps, `failed`, or `unknown` at an object that a rank that
-            was not run would have sent.
+        num_judged: Number of calls before the first forward pass after the last step.
+        end: `whole`, `cut` in the step after the last, `failed`, or `unknown` at an object that
+            a rank that was not run would have sent.
         problem: Last line of the traceback.
         sources: Files of the program itself.
         largest: Tensors at the peak of the memory.
@@ -202,7 +202,7 @@ class RankRecord:
     forwards: list[int] = field(default_factory=list)
     models: list[str] = field(default_factory=list)
     layers: dict[str, list[int]] = field(default_factory=dict)
-    last_step_call: int = 0
+    num_judged: int = 0
     end: str = ""
     problem: str = ""
     problem_line: str = ""

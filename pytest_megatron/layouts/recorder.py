@@ -275,6 +275,7 @@ class RankRecorder:
         self.world_size = settings.world_size
         self._known: set[int] = set()  # modules of models
         self._has_run = False  # a model, since the last step
+        self._begun = 0  # the model that ran first after the last step
         self.memory = MemoryTracker(self.place, self._read)
         self.mail = Mail(settings.directory / "mail")
         self.batch: int | None = None
@@ -356,9 +357,13 @@ class RankRecorder:
     def start(self) -> None:
         """Begin to count micro-batches and steps of this rank."""
         from torch.nn.modules.module import register_module_forward_pre_hook
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import (
+            register_optimizer_step_post_hook,
+            register_optimizer_step_pre_hook,
+        )
 
         register_module_forward_pre_hook(self._before_module)
+        register_optimizer_step_pre_hook(self._before_step)
         register_optimizer_step_post_hook(self._after_step)
 
     def _before_module(self, module: torch.nn.Module, _: object) -> None:
@@ -374,24 +379,36 @@ class RankRecorder:
             vars(module)["_layout_model"] = True
         if "_layout_model" not in vars(module) or not torch.is_grad_enabled():
             return
+        is_first, self._has_run = not self._has_run, True
         if self._record.steps >= self._steps:
-            self.finish(end="cut")
-            sys.stdout.flush()
-            os._exit(0)
-        self._has_run = True
+            if is_first:
+                self._begun, self._record.num_judged = id(module), len(self._record.calls)
+            elif self._begun == id(module):
+                self._cut()
+            return
         counts = self._record.forwards
         while len(counts) <= self._record.steps:
             counts.append(0)
         counts[-1] += 1
 
+    def _before_step(self, _: Optimizer, *__: object) -> None:
+        """End the rank before it steps once more."""
+        if self._has_run and self._record.steps >= self._steps:
+            self._cut()
+
+    def _cut(self) -> None:
+        """End the rank, which has made its calls between the last step and the next one."""
+        self.finish(end="cut")
+        sys.stdout.flush()
+        os._exit(0)
+
     def _after_step(self, _: Optimizer, *__: object) -> None:
-        """Count a step, and end the rank after the last one."""
+        """Count a step."""
         if self._has_run:
             self._has_run = False
             self._record.steps += 1
         if self._record.steps == self._steps:
             self.memory.look()  # the program clears gradients soon
-        self._record.last_step_call = len(self._record.calls)
 
     def finish(self, end: str, problem: str = "", line: str = "") -> None:
         """Write the record of this rank."""

@@ -15,7 +15,9 @@ rank, half = dist.get_rank(), dist.get_world_size() // 2
 is_first = rank < half
 stages = [dist.new_group(list(range(start, start + half))) for start in (0, half)]
 model = torch.nn.Linear(4, 4)
-for step in range(2):
+optimizer = torch.optim.SGD(model.parameters())
+has_steps = {"late", "later"} & {*fault.fault}
+for step in range(4 if has_steps else 2):
     for batch in range(3):
         states = torch.randn(2, 4)
         if not is_first:
@@ -26,6 +28,10 @@ for step in range(2):
         states.sum().backward()
     width = 3 if "size" in fault.fault and rank == 2 * half - 1 else 4
     dist.all_reduce(torch.ones(width), group=stages[0 if is_first else 1])
+    if has_steps:
+        optimizer.step()
+    if step == 1 and ("later" in fault.fault or ("late" in fault.fault and rank == 5)):
+        dist.barrier()
     if "data" in fault.fault:
         flag = torch.zeros(1, dtype=torch.int64)
         dist.all_reduce(flag, group=stages[0 if is_first else 1])

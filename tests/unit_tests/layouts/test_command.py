@@ -28,7 +28,7 @@ def test_a_message_that_is_never_sent_is_found_at_64_ranks(tmp_path: Path) -> No
         "message 5 from rank 0 to rank 32, recv of float32 [2, 4] in step 1, is awaited by rank "
         "32 and never sent by rank 0\n"
     )
-    assert "fake_layout.py:25 in <module>" in text
+    assert "fake_layout.py:27 in <module>" in text
 
 
 def test_a_sound_program_agrees_and_one_that_asks_others_is_not_decided(tmp_path: Path) -> None:
@@ -42,7 +42,23 @@ def test_a_sound_program_agrees_and_one_that_asks_others_is_not_decided(tmp_path
     found = json.loads(text)
     assert (code, found["faults"]) == (1, [])
     assert "hangs on what other ranks have sent" in found["undecided"][0]["text"]
-    assert "fake_layout.py:32" in found["undecided"][0]["text"]
+    assert "fake_layout.py:38" in found["undecided"][0]["text"]
+
+
+def test_a_call_after_the_last_step_of_a_rank_that_the_program_names_is_found(
+    tmp_path: Path,
+) -> None:
+    words = ("--format", "json", "-n", "64", str(GUEST), "--fault")
+    code, text = layout(tmp_path / "late", *words, "late")
+    (fault,) = json.loads(text)["faults"]
+    assert (code, fault["kind"], fault["ranks"]) == (1, "collective", [5, 0])
+    assert "fake_layout.py:34 in <module>" in fault["lines"][0][1]
+    code, text = layout(tmp_path / "all", "--fake-ranks", "0,32", *words, "later")
+    found = json.loads(text)
+    assert (code, found["faults"]) == (0, [])
+    assert [(rank["end"], rank["micro_batches"]) for rank in found["ranks"]] == [
+        ("cut", [3, 3])
+    ] * 2
 
 
 def test_objects_reach_ranks_that_ran_before_their_sender(tmp_path: Path) -> None:

@@ -108,11 +108,14 @@ def test_a_fault_has_index_operation_and_both_lines(records: Records) -> None:
 
 def test_what_a_rank_begins_after_its_last_step_needs_no_counterpart(records: Records) -> None:
     for record in records.values():
-        record.end, record.last_step_call = "cut", len(record.calls)
+        record.end, record.num_judged = "cut", len(record.calls)
     add(records[3])
     assert judge(records).faults == ()
-    records[3].last_step_call += 1
+    records[3].num_judged += 1
     assert only_fault(judge(records)).ranks == (3, 0)
+    records[3].calls[-1].kind, records[3].calls[-1].peer = "recv", 0
+    records[3].calls[-1].step = 3  # rank 0 ended in its third step, before it sent
+    assert judge(records).faults == ()
 
 
 def test_sends_to_one_another_before_receives_block() -> None:

@@ -175,7 +175,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         iteration=iteration,
         collectives=() if is_clean else _collectives(unit, notes),
         is_presumed_clean=is_clean,
-        success=next(iter(good.values()), None),
+        success=_good_end_of_all(unit.logs, successes, good),
         notes=tuple(notes),
     )
 
@@ -276,6 +276,29 @@ def _good_ends(
         )
 
     return {log: end for log, end in successes.items() if is_good(end)}
+
+
+def _good_end_of_all(
+    logs: Sequence[LogFile],
+    successes: Mapping[LogFile, LogLine],
+    good: Mapping[LogFile, LogLine],
+) -> LogLine | None:
+    """Return a good end, None if there is none or a training in another log stops short of it.
+
+    One is to go on where another iteration would be logged, unless the good end names the last one.
+    """
+    end = next(iter(good.values()), None)
+    for log in logs if end is not None else ():
+        found = (parse_iteration(line.text) for line in _tail_lines(log))
+        steps = [step for step in found if step is not None]
+        if log in successes or not steps:
+            continue
+        last, most = steps[-1]
+        before = max((n for n, m in steps if m == most and n < last), default=0)
+        is_named = any(re.search(rf"\b{last}\b", line.text) for line in good.values())
+        if 2 * last - before <= most and not is_named:
+            return None
+    return end
 
 
 def _forget_what_was_overcome(

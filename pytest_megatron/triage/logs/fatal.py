@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_bytes
 from pytest_megatron.errors import TriageError
+from pytest_megatron.triage.logs.exits import LITERALS as EXITS
 from pytest_megatron.triage.logs.exits import ProcessExit
 from pytest_megatron.triage.logs.lines import Line, parse_line
 from pytest_megatron.triage.logs.scan import read_from
@@ -148,8 +149,9 @@ def find_bare(
     for bare in bare_errors([parsed[i] for i in own]):
         signature = classify_message(table, bare.message)
         headline = bare.message.partition("\n")[0]
-        if not bare.is_exception and (signature.literals or match_line(table, headline)):
-            continue  # what is looked for in every line was found as an event
+        is_found = signature.literals or match_line(table, headline)
+        if not bare.is_exception and (is_found or any(text in headline for text in EXITS)):
+            continue  # what is looked for in every line was found as an event, or as an end
         if not bare.is_exception and signature.id == "exception":
             signature = table["exit_code"]
         most = _MOST_BEHIND if most_after is None and signature.is_transient else most_after

@@ -495,9 +495,35 @@ def test_what_a_call_of_infiniband_gave_says_whether_its_link_is_broken(
 
 
 def test_a_warning_of_a_rank_is_no_failure_where_another_ends_well(launch: Launch) -> None:
+    for rank in range(4):
+        launch.write(rank, (VERBS + "error Connection timed out\n") * (rank == 1), iterations(20))
     launch.write(0, "[after training is done] datetime: 2026-11-21 09:00:00 \n")
-    launch.write(1, VERBS + "error Connection timed out\n")
-    assert triage([launch.root]).groups == ()
+    assert (triage([launch.root]).groups, triage([launch.root]).unclear) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("last", "said", "is_clear"),
+    [
+        (18, "[after training is done] datetime: 2026-11-21 09:00:00 ", True),
+        (9, "[after training is done] datetime: 2026-11-21 09:00:00 ", False),
+        (9, "exiting program at iteration 9", True),
+    ],
+)
+def test_a_rank_whose_training_stops_short_shows_that_no_good_end_is_the_whole(
+    launch: Launch, last: int, said: str, *, is_clear: bool
+) -> None:
+    """Of every third iteration the 18th is the last that is logged of 20."""
+    for rank in range(4):
+        logged = "".join(IT.format(n=n) for n in range(3, last + 1, 3))
+        launch.write(rank, stdout=logged if rank == 1 else "")
+    launch.write(0, f"{said}\n")
+    found = triage([launch.root])
+    assert (found.groups, found.unclear == ()) == ((), is_clear)
+
+
+def test_what_srun_says_of_a_task_is_no_line_of_its_program(tmp_path: Path) -> None:
+    (tmp_path / "job.log").write_text("srun: error: n1: task 0: Exited with exit code 1\n")
+    assert "Rank 0 ended with exit code 1" in diagnosed(tmp_path).text
 
 
 def test_a_rank_that_failed_without_a_traceback_is_known_by_its_own_error_line(

@@ -180,7 +180,7 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "time_limit_s": 600,
         "timeout_minutes": 60,
         "num_files": 0,
-        "compared": None,
+        "compared": False,  # a script judges itself
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
         "--megatron-platform dgx_h100 --megatron-n-repeat 5",
         "held": "",
@@ -191,6 +191,8 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
 
 def test_a_plan_says_which_rows_are_compared_with_nothing(project: Path) -> None:
     """In Megatron-LM most rows of the default tier are lightweight by their own config."""
+    program = RECIPE.replace("script: run", "training_script_path: train.py")
+    write(project / "recipes/gpt.yaml", program)
     config = project / "tests/functional_tests/test_cases/gpt"
     write(config / "slim/model_config.yaml", "ENV_VARS: {ENABLE_LIGHTWEIGHT_MODE: true}\n")
     write(config / "two_nodes/model_config.yaml", "TEST_TYPE: regular\n")
@@ -598,7 +600,9 @@ left out: 8 rows
 """
 
 
-def test_explain_says_why_each_rule_and_row_is_in_or_out() -> None:
+def test_explain_says_why_each_rule_and_row_is_in_or_out(project: Path) -> None:
+    program = RECIPE.replace("script: run", "training_script_path: train.py")
+    write(project / "recipes/gpt.yaml", program)
     push = ("--event", "push", "--ref", "refs/heads/main")
     result = invoke("--only", "workloads", *push, "--explain", "--platform", "dgx_h100")
     assert result.stdout.replace("recipes/gpt.yaml", "G") == EXPLAINED

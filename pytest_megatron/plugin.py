@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
-from pytest_megatron.gangs.controller import one_process
 from pytest_megatron.gangs.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -158,8 +157,6 @@ def pytest_configure(config: pytest.Config) -> None:
         register_roles(config)
         _register_cancelled(config, is_follower=False)
     declare_marks(config)
-    if _LAUNCHED not in os.environ:
-        one_process.register(config, chosen)
     if chosen.num_nodes > 1:
         _refuse_with_nodes(config)
     if chosen.node_rank > 0:
@@ -206,6 +203,7 @@ def pytest_configure_node(node: WorkerController) -> None:
     session = session_of(node.config)
     for has_worker in _HAS_WORKER.all():
         has_worker(node.config)
+    _register_one_process(node.config)  # shows what workers found
     _register_gang_results(node.config, session)  # only workers know whether tests have our marks
     node.workerinput.update(session.worker_input())
 
@@ -217,11 +215,10 @@ def pytest_collection_modifyitems(
     """Run tests with marks of ours on gangs, also where no option asks for gangs."""
     try:
         yield
-        has_gang = (
-            config.stash.get(options.HAS_GANGS, False)
-            or options.is_rank(config)
-            or _LAUNCHED in os.environ
-        )
+        is_rank = options.is_rank(config) or _LAUNCHED in os.environ
+        has_gang = config.stash.get(options.HAS_GANGS, False) or is_rank
+        if not is_rank and any(hasattr(item, "fixturenames") for item in items):
+            _register_one_process(config)
         functions = (item for item in items if isinstance(item, pytest.Function))
         if not has_gang and any(map(asks_for_gang, functions)):
             _register_gangs(config).pytest_collection_modifyitems(items)
@@ -250,6 +247,14 @@ def pytest_testnodedown(node: WorkerController) -> None:
         from pytest_megatron.gangs.controller.other_plugins import write_once
 
         write_once(node.config, output[options.LIMITS_OF_OTHERS])
+
+
+def _register_one_process(config: pytest.Config) -> None:
+    """Note tests that use fixtures of ranks and pass without any."""
+    from pytest_megatron.gangs.controller.one_process import NAME, OneProcess
+
+    if not config.pluginmanager.has_plugin(NAME):
+        config.pluginmanager.register(OneProcess(config), NAME)
 
 
 def _register_gangs(config: pytest.Config) -> GangPlugin:

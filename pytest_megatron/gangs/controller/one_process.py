@@ -12,9 +12,9 @@ import pytest
 
 from pytest_megatron.gangs import fixtures
 from pytest_megatron.runs.headline import one_process_problem
-from pytest_megatron.session.options import ON_ONE_PROCESS, Options
+from pytest_megatron.session.options import ON_ONE_PROCESS, typed
 
-_NAME = "megatron-one-process"
+NAME = "megatron-one-process"
 _ON_REPORT = "megatron_on_one_process"
 _RANK_PLUGIN = "megatron-rank"
 _FIXTURES = ("process_group", "world_size")
@@ -24,9 +24,9 @@ _CI = ("CI", "BUILD_NUMBER")  # as in pytest
 class OneProcess:
     """Notes tests that used a fixture of ranks in pytest's own process; in CI they fail it."""
 
-    def __init__(self, config: pytest.Config, options: Options) -> None:
+    def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._is_ci = "bucket" in options.typed or any(map(os.environ.get, _CI))
+        self._is_ci = typed(config, "bucket") is not None or any(map(os.environ.get, _CI))
         self._found: list[str] = []
         config.stash[ON_ONE_PROCESS] = self._found
 
@@ -68,8 +68,3 @@ def _is_alone(item: pytest.Item) -> bool:
         used[name].func.__module__ == fixtures.__name__ for name in _FIXTURES if name in used
     )
     return any(of_ours) and used["world_size"].cached_result[0] == 1
-
-
-def register(config: pytest.Config, options: Options) -> None:
-    """Register the role."""
-    config.pluginmanager.register(OneProcess(config, options), _NAME)

@@ -114,7 +114,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     option = parser.add_argument
     option("--standalone", action="store_true", required=True)
-    option("--local-addr", choices=["127.0.0.1"], required=True)
+    option("--local-addr", choices=["127.0.0.1"], default="127.0.0.1")
     option("--max-restarts", choices=["0"], required=True)
     option("--nproc-per-node", type=int, required=True)
     option("--log-dir", type=Path, required=True)

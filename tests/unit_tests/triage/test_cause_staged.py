@@ -173,10 +173,33 @@ def test_a_training_that_ended_well_did(tmp_path: Path, text: str) -> None:
     assert (found.groups, found.unclear) == ((), ())
 
 
-def test_tensors_on_two_devices_are_not_sent_to_look_at_sizes(tmp_path: Path) -> None:
-    said = "RuntimeError: Expected all tensors to be on the same device, but found at least two"
-    (tmp_path / "job.log").write_text(traceback(said))
+CONVOLUTION = "Input type ({}) and weight type ({}) should be the same"
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("Expected all tensors to be on the same device, but found two", "device"),
+        (CONVOLUTION.format("torch.FloatTensor", "torch.cuda.FloatTensor"), "device"),
+        (CONVOLUTION.format("torch.cuda.FloatTensor", "torch.cuda.HalfTensor"), "dtype"),
+        (CONVOLUTION.format("float", "struct c10::Half"), "dtype"),
+        ("Expected query, key, and value to have the same dtype", "dtype"),
+        ("expected m1 and m2 to have the same dtype, but got: float", "dtype"),
+        ("scatter(): Expected self.dtype to be equal to src.dtype", "dtype"),
+        ("the source and destination dtypes match, got Float", "dtype"),
+        ("Expected object of scalar type Long but got Float", "dtype"),
+        ("Expected tensor for argument #1 to have scalar type Long", "dtype"),
+        ("uniform dtype but got torch.bfloat16 and torch.float32", "dtype"),
+        ("\"addmm_impl_cpu_\" not implemented for 'Half'", "dtype"),
+        ("expected query and key to have the same shape", "shape"),
+        ("The size of tensor a (3) must match the size of tensor b (4)", "shape"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_sent_to_look_at_what_differs(
+    tmp_path: Path, said: str, kind: str
+) -> None:
+    (tmp_path / "job.log").write_text(traceback(f"RuntimeError: {said}"))
     (group,) = triage([tmp_path]).groups
-    assert (group.first.signature, group.first.family) == ("device_mismatch", "mismatch")
-    assert "device" in str(group.first.advice)
-    assert "size" not in str(group.first.advice)
+    assert (group.first.signature, group.first.family) == (f"{kind}_mismatch", "mismatch")
+    assert kind == "shape" or kind in str(group.first.advice)
+    assert ("size" in str(group.first.advice)) is (kind == "shape")

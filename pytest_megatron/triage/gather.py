@@ -159,6 +159,8 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
                 lone = find_fatal(traces, table, None, ends[rank], is_lone=True)
                 is_line = fatal is not None and fatal.signature.id == _SAID
                 fatal = fatal if lone is None and is_line else lone
+            if fatal is None and ends[rank].how == "SIGABRT":
+                fatal = next(reversed(books[None].what), None)
         ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
@@ -230,9 +232,9 @@ def _heir(books: Mapping[int | None, _LogCollector], ends: dict[int, ProcessExit
     """
     first = [rank for rank, end in ends.items() if end.is_first] or list(ends)[:1]
     rank = first[0] if len(first) == 1 or len(ends) == 1 else None
-    if rank is None or not ends[rank].how.startswith("exit code ") or books[rank].traces:
+    if rank is None or books[rank].traces or ends[rank].how == "exit code 0":
         return None
-    return rank if ends[rank].how != "exit code 0" else None
+    return rank if ends[rank].how.startswith(("exit code ", "SIGABRT")) else None
 
 
 def _is_of_program(fatal: Fatal | None) -> bool:

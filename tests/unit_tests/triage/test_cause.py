@@ -494,6 +494,45 @@ def test_what_a_call_of_infiniband_gave_says_whether_its_link_is_broken(
     assert (found.signature, found.transient) == expected
 
 
+NAMED = (
+    "n7:88:120 [0] NCCL WARN NET/IB: Got completion from peer 10.0.0.2<41912> with "
+    "status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_RDMA_WRITE(1) reqSize=0 vendor_err=129 hca m4\n"
+)
+PEER = "NCCL error: remote process exited or there was a network error, NCCL version 2.26.2"
+ENDED = f"Process group watchdog thread terminated with exception: {PEER}"
+OF_RANK = "[PG ID 0 PG GUID 0(default_pg) Rank 1]"
+SPOKE = "[rank1]:[E804 09:18:02.118203311 ProcessGroupNCCL.cpp:1895] "
+STUCK = "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+THROWN = "terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  "
+
+
+@pytest.mark.parametrize(
+    ("said", "code", "expected"),
+    [
+        (f"{NAMED}{SPOKE}{OF_RANK} {ENDED}\n{THROWN}{OF_RANK} {ENDED}\n", -6, ("ib_link", True)),
+        (f"{BROKEN}{SPOKE}{OF_RANK} {ENDED}\n", -6, ("ib_link", True)),
+        (f"{NAMED}{THROWN}{OF_RANK} {ENDED}\n", -6, ("ib_link", True)),
+        (f"{NAMED}{THROWN}[Rank 1] NCCL {ENDED[14:]}\n", -6, ("ib_link", True)),
+        (f"{NAMED}{THROWN}{PEER}\n", -6, ("ib_link", True)),
+        (f"{NAMED}{SPOKE}{OF_RANK} {STUCK}\n", -6, ("ib_link", True)),
+        # The link is not why.
+        (f"{NAMED}{THROWN}vector::_M_range_check\n", -6, ("exception", False)),
+        (f"{NAMED}{SPOKE}{OF_RANK} {ENDED}\n", -11, ("native_crash", False)),
+        (f"{NAMED}{SPOKE}{OF_RANK} {ENDED}\n{traceback('KeyError: 3')}", 1, ("exception", False)),
+        (NAMED, -6, ("native_crash", False)),
+        (f"{NAMED.replace('129', '81').replace('(12)', '(4)')}{THROWN}{PEER}\n", -6, (None, False)),
+        (f"{THROWN}CUDA error: misaligned address\n", -6, ("kernel_fault", False)),
+    ],
+)
+def test_a_rank_that_its_watchdog_aborted_failed_by_what_its_log_says_of_the_network(
+    tmp_path: Path, said: str, code: int, expected: tuple[str | None, bool]
+) -> None:
+    text = iterations(6) + said + table({1: code}, first=1)
+    (tmp_path / "job.log").write_text(text)
+    found = diagnosed(tmp_path)
+    assert (expected[0] and found.signature, found.transient) == expected
+
+
 def test_a_warning_of_a_rank_is_no_failure_where_another_ends_well(launch: Launch) -> None:
     for rank in range(4):
         launch.write(rank, (VERBS + "error Connection timed out\n") * (rank == 1), iterations(20))

@@ -113,6 +113,12 @@ class Unit:
         return tuple(sorted(found | self.error_files.keys() | self.flights.keys()))
 
 
+# The first line of a message with the next one where it ends in a colon, and with the first line of
+# a block below it, which may stand under a name, as what a field of a record lacks.
+_SAID_FIRST = re.compile(
+    r".*:[ \t]*\n(?:(?:.*:[ \t]*|[^\w\n]*)\n)*.*|.*(?:\n\S+(?=\n(?:  |\t)))?(?:\n(?:  |\t).*)?"
+)
+_LINE_ENDS = re.compile(r"\s*\n(?:[^\w\n]*\n)*\s*")
 _OF_AGENT = re.compile(r"run\.py:|launch\.py:\d+ in (?:\w+_launcher|sigkill_handler)$")
 
 
@@ -172,8 +178,9 @@ class Fatal:
 
     @property
     def headline(self) -> str:
-        """The first line of the message."""
-        return self.message.partition("\n")[0]
+        """What the message says first, in one line."""
+        found = _SAID_FIRST.match(self.message)
+        return "" if found is None else _LINE_ENDS.sub(" ", found[0])
 
     @property
     def places(self) -> tuple[LogLine, ...]:

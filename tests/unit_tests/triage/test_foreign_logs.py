@@ -428,6 +428,40 @@ def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> 
     assert "raised ValueError: bad" in found.groups[0].first.text
 
 
+OF_STATE = "RuntimeError: Error(s) in loading state_dict for GPT:\n\tsize mismatch for embedding"
+SAID_OF_STATE = "RuntimeError: Error(s) in loading state_dict for GPT: size mismatch for embedding"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        (f"{OF_STATE}\n\tsize mismatch for output", SAID_OF_STATE),
+        (
+            "RuntimeError: \n        Start it in main.\n        See docs.",
+            "RuntimeError: Start it in main",
+        ),
+        (
+            'ScannerError: not allowed\n  in "c.yaml", line 3\nbye',
+            'not allowed in "c.yaml", line 3',
+        ),
+        (
+            "config.Invalid: 1 error for Train\noptim.lr\n  Field required\n    See docs.",
+            "config.Invalid: 1 error for Train optim.lr Field required",
+        ),
+        ("ValueError: failed:\n=======\nno batch", "ValueError: failed: no batch"),
+        # What another program may have written is no part of it.
+        ("ValueError: no batch\nbye\n", "ValueError: no batch"),
+        ("ValueError: no batch\n(min, max) time (ms):\n    setup: 3\n", "ValueError: no batch"),
+        ("RuntimeError: CUDA error: x\nFor debugging consider y\n", "RuntimeError: CUDA error: x"),
+    ],
+)
+def test_a_headline_has_what_a_message_of_several_lines_says(
+    tmp_path: Path, message: str, said: str
+) -> None:
+    (group,) = of_log(tmp_path, traceback(message)).groups
+    assert f"{said} at train.py:12 in step" in group.first.text
+
+
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -482,9 +516,9 @@ def test_a_step_that_failed_says_less_than_what_failed_in_it(tmp_path: Path) -> 
     ],
 )
 def test_what_stands_before_every_line_hides_no_traceback(tmp_path: Path, prefix: str) -> None:
-    lines = ["loading", *traceback("ValueError: bad batch").splitlines()]
+    lines = ["loading", *traceback(OF_STATE).splitlines()]
     found = of_log(tmp_path, "".join(f"{prefix}{line}\n" for line in lines))
-    assert "raised ValueError: bad batch at train.py:12 in step" in found.groups[0].first.text
+    assert f"raised {SAID_OF_STATE} at train.py:12 in step" in found.groups[0].first.text
 
 
 def record(line: str, **more: object) -> str:
@@ -528,9 +562,9 @@ def cri(line: str) -> str:
 def test_a_record_around_every_line_hides_no_traceback(
     tmp_path: Path, wrap: Callable[[str], str]
 ) -> None:
-    lines = ["loading the data", *traceback("ValueError: bad batch").splitlines()]
+    lines = ["loading the data", *traceback(OF_STATE).splitlines()]
     found = of_log(tmp_path, "".join(f"{wrap(line)}\n" for line in lines))
-    assert "raised ValueError: bad batch at train.py:12 in step" in found.groups[0].first.text
+    assert f"raised {SAID_OF_STATE} at train.py:12 in step" in found.groups[0].first.text
 
 
 def test_evidence_names_the_line_of_the_log_as_it_is(tmp_path: Path) -> None:

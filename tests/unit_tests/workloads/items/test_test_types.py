@@ -359,7 +359,7 @@ def test_the_plan_says_what_each_type_does(project: Project) -> None:
     assert '| test "$EXIT_CODE" = 0' in lines
 
 
-def test_the_plan_ends_at_a_frozen_checkpoint_that_is_not_there(project: Project) -> None:
+def test_the_plan_goes_on_past_a_frozen_checkpoint_that_is_not_there(project: Project) -> None:
     found = project.run("recipes", "--plan", "--test-case", "no_thaw", run_dir="plan")
     assert found.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "nowhere: there is no frozen checkpoint iter_0000005, found no" in found.stderr
+    assert "nowhere: there is no frozen checkpoint iter_0000005, found no" in found.stdout

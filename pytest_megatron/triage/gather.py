@@ -5,7 +5,6 @@ Every file is read once in pieces for the texts that matter; then only the lines
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -273,8 +272,8 @@ def _good_ends(
         behind = [line.text for line in lines if line.offset > end.offset]
         steps = [step for step in map(parse_progress, behind) if step not in (None, far)]
         return all(step[0] >= step[1] for step in steps[-1:]) and not any(
-            says_trouble(text) or (HEADER in text and not is_ignored(above))
-            for above, text in itertools.pairwise(["", *behind])
+            says_trouble(text) or (HEADER in text and not is_ignored(above, below))
+            for above, text, below in zip(["", *behind], behind, [*behind[1:], ""], strict=False)
         )
 
     return {log: end for log, end in successes.items() if is_good(end)}

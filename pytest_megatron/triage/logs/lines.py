@@ -60,9 +60,9 @@ _TROUBLE = re.compile(
 )
 # Counts none, helped itself, or warns; as torch does of connections that its own end closed.
 _HARMLESS = re.compile(
-    r"(?i)^\s|^\[?[IW]\d{3,4} |\bwarn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
+    r"(?i)^\s|^\[?[IW]\d{3,4} |warn|\bignor|\bretr(?:y|ied)|\bif\b|\bsuccess|\brecover|NCCL INFO"
     r"|(?<![\d.])\b(?:no|not|never|without|zero|0)\s+(?:\w+\s+){0,2}(?:fail|error|abort|cancel)|\bnon-?fatal"
-    r"|\b(?:fail\w*|errors?)\b[\"']?\s*[:=]\s*(?:0\b|\d+\.\d|\[\]|false|none|null)"
+    r"|\b(?:fail\w*|errors?)\b(?: \w+)?[\"']?\s*[:=]\s*(?:0\b|\d+\.\d|\[\]|false|none|null)"
 )
 # What begins something that must end as well, and how far it is.
 _BEGIN = re.compile(

@@ -33,6 +33,10 @@ _DURING = "During handling of the above exception, another exception occurred:"
 _NOT_FATAL = re.compile(
     r"^Exception ignored in|^Error in atexit|^--- Logging error|^Exception in thread"
 )
+# Of the thread that feeds a queue and the process that counts semaphores, which outlive a program.
+_OF_HELPER = re.compile(
+    r'multiprocessing/(?:resource_tracker|queues)\.py", line \d+, in (?:main|_feed)$'
+)
 # In front of the traceback of a worker of Ray, which is what was raised.
 _REMOTE = re.compile(r"^(?:ray\.exceptions\.)?RayTaskError\b.*: ray::")
 # What a runner writes when the step that it ran had failed; further steps follow.
@@ -110,6 +114,7 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
         start: Index of a line that holds `HEADER`.
     """
     before = lines[start - 1].text if start else ""
+    first = lines[start + 1].text if start + 1 < len(lines) else ""
     links: list[RaisedException] = []
     link = ExceptionLink.NONE
     while (raised := _read_one(lines, start, link)) is not None:
@@ -124,12 +129,12 @@ def read_chain(lines: Sequence[Line], start: int) -> Chain | None:
             break
     if not links:
         return None
-    return Chain(links=tuple(links), is_ignored=is_ignored(before))
+    return Chain(links=tuple(links), is_ignored=is_ignored(before, first))
 
 
-def is_ignored(above: str) -> bool:
-    """Return true if the traceback below a line ended nothing: of a thread, at the exit, logged."""
-    return _NOT_FATAL.search(above) is not None
+def is_ignored(above: str, below: str) -> bool:
+    """Return true if the traceback between two lines ended nothing: of a thread, at the exit."""
+    return _NOT_FATAL.search(above) is not None or _OF_HELPER.search(below) is not None
 
 
 def _parts(lines: Sequence[Line], start: int) -> Iterator[RaisedException]:

@@ -159,6 +159,17 @@ def test_a_good_end_after_which_something_failed_or_began_is_none(
         "Error rate: 0.02 %",
         "Exception ignored in: <function A.__del__ at 0x7>\n" + traceback("TypeError: None"),
         "Exception in thread Thread-3 (_pin):\n" + traceback("ConnectionResetError: reset"),
+        "/lib/python3.12/tempfile.py:10: ResourceWarning: cleaning up <Directory '/tmp/failed'>",
+        "sys:1: RuntimeWarning: coroutine 'aborted' was never awaited",
+        "Number of failed ranks: 0",
+        *(
+            f"{traceback('KeyError: 3').partition(chr(10))[0]}\n"
+            f'  File "/usr/lib/python3.12/multiprocessing/{place}\n    done()\n{error}'
+            for place, error in (
+                ('resource_tracker.py", line 239, in main', "KeyError: '/psm_c33ddd4f'"),
+                ('queues.py", line 264, in _feed', "BrokenPipeError: [Errno 32] Broken pipe"),
+            )
+        ),
     ],
 )
 def test_what_may_stand_behind_a_good_end_spoils_it_not(tmp_path: Path, behind: str) -> None:

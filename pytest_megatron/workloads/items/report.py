@@ -307,7 +307,7 @@ def summary_line(
         )
     if problem is not None:
         parts.append(problem.partition("\n")[0])
-    elif training.job.case is None:
+    elif training.job.workload.script is not None:
         parts.append("judged by its exit code alone")
     elif judgement is not None:
         notes = [

@@ -39,14 +39,26 @@ _LOSS = (
 )
 _MODE = r"\b(?P<mode>train(?:ing)?|val(?:id(?:ation)?)?|test|eval(?:uation)?)\b"
 _LOSSES = rf"(?P<name>{_LOSS})\s*[:=]?\s*(?P<value>{NUMBER})"
-_OTHER = r"\b[a-z][\w/.()%@-]*(?: [a-z][\w/.()%@-]*){0,2}"
-_NUMBERS = (
-    rf"(?P<name>{_LOSS}(?=\s*[:=]?\s*{NUMBER})|{_OTHER}(?=\s*[:=]\s*{NUMBER}(?![\w.:/])))"
-    rf"\s*[:=]?\s*(?P<value>{NUMBER})"
+# Any name of up to three words before a number: on any line, and where a step or a loss is also.
+_FUSED = r"(?<=[^\W\d_])(?=\d*\.\d)"  # as in `loss2.5`
+_WORD = (
+    rf"""(?!(?:nan|inf(?:inity)?)\b)[^\W\d]"""
+    rf"""(?:(?!{_FUSED})[^\s|,;:=~≈→<>\[\]{{}}()'"]|\(\w*\))*"""
+)
+_NAME = rf"\b(?!(?:step|iter|epoch)\d){_WORD}(?: (?:{_WORD}|\([\w ]+\))){{0,2}}"
+_MARKED = r"""['"]?\s*(?:[:=~≈→]|[-=]>)+\s*['"]?"""
+_ONLY_MARKED = rf"(?P<name>{_NAME}){_MARKED}(?P<value>{NUMBER})(?![\w/]|[.:-]\d)"
+_BESIDE = (
+    rf"(?P<name>{_NAME})(?:{_MARKED}[\[(]?|\s+[\[(]?|[\[(]|{_FUSED})"
+    rf"(?P<value>{NUMBER})(?![.:-]?\d)"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _STEP_OF_RANK_0 = rf"\brank\W*0\b.*?{_STEP}"
-_NO_METRIC = re.compile(r"(?:\w*_)?(?:step|iter|epoch|update)\w*", re.IGNORECASE).fullmatch
+_WITH_LOSS = rf"^(?=.*?{_LOSSES})\D*(?P<step>\d)"  # a line, by any digit of it
+_NO_METRIC = re.compile(
+    r"(?:(?!.*per ).* )?(?:(?:global_?)?step|iter(?:ation)?|epoch|update)s?|batch|rank|.*\.py",
+    re.IGNORECASE,
+).fullmatch
 _NUMBER_OF_RUN = re.compile(r"(?<!\d)(?<!rank)(?<!rank[_.-])\d+", re.IGNORECASE)
 _GLOBS: Mapping[MetricFormat, str] = {
     **PATHS,
@@ -70,6 +82,7 @@ class Found:
         metrics: What was read there.
         wanted: Metrics to compare; none leaves that to their names.
         has_steps: Whether it names the steps; else they are counted.
+        unread: Further metrics there, with several values at a step.
     """
 
     keys: Mapping[str, str]
@@ -77,6 +90,7 @@ class Found:
     metrics: MetricMap
     wanted: tuple[str, ...] = ()
     has_steps: bool = True
+    unread: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -219,14 +233,31 @@ class MetricSearch:
         return _LOSSES, plain
 
     def _numbers(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
-        """Yield all numbers that are printed behind a name, by step where a line has one."""
-        for step in (_STEP, None):
-            curves = read_logs(dirs, LinePattern(values=_NUMBERS, step=step))
-            if len(curves) and not (step is None and is_joint):
-                where = f"printed, any number{', counted from 1' * (step is None)}"
-                found = _found(_printed_keys(_NUMBERS, step), where, curves)
-                kept = {n: s for n, s in found.metrics.items() if not _NO_METRIC(n)}
-                yield replace(found, metrics=kept)
+        """Yield all numbers that are printed behind a name.
+
+        They are read by step where a line has one. Of other lines what has a mark (`bpb: 1.2`)
+        and comes again is no setting; beside a loss a name is enough.
+        """
+        beside_loss = read_logs(dirs, LinePattern(values=_BESIDE, step=_WITH_LOSS)).metrics
+        for values, step in ((_BESIDE, _STEP), (_ONLY_MARKED, None), (_BESIDE, None)):
+            curves = read_logs(dirs, LinePattern(values=values, step=step))
+            where = f"printed, any number{', counted from 1' * (step is None)}"
+            found = _found(_printed_keys(values, step), where, curves)
+            kept = {
+                name: series
+                for name, series in found.metrics.items()
+                if not _NO_METRIC(name)
+                and (
+                    step is not None
+                    or name in beside_loss
+                    or (values is _ONLY_MARKED and (len(series) > 1 or _is_compared(name)))
+                )
+            }
+            unread = tuple(n for n in curves.disagreements if not _NO_METRIC(n))
+            if step is None and is_joint:
+                kept, unread = {}, tuple(kept)
+            if kept or unread:
+                yield replace(found, metrics=kept, unread=unread)
 
 
 def _printed_keys(values: str, step: str | None) -> dict[str, str]:

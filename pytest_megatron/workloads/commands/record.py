@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -182,13 +182,40 @@ def _say_others(best: Found, ran: RunByHand) -> None:
     named = {*best.names, *best.single, *replace(best, wanted=()).names}
     if rest := [name for name in best.metrics if name not in named]:
         click.echo(f"left out: {', '.join(rest)}, no losses by name; --metric compares them")
-    named |= best.metrics.keys()
-    named.update(name for place in ran.places for name in place.names[:_SHOWN])  # shown above
+    told: dict[str, set[str]] = {}  # values, by name
+    left_out = set(rest)
+    _tell(told, best.metrics, best.metrics)
+    for place in ran.places:
+        _tell(told, place.metrics, place.names[:_SHOWN])  # shown above
     for place in (*ran.places, *ran.others):
-        known = tuple(f" {name}" for name in named)  # of a longer name printed before a number
-        if rest := [name for name in place.metrics if not f" {name}".endswith(known)]:
+        rest = [n for n, series in place.metrics.items() if not _is_told(n, series, told)]
+        rest = [n for n in rest if n not in left_out]
+        rest += [n for n in place.unread if n not in told and n not in left_out]
+        left_out.update(rest)
+        if rest:
             click.echo(f"left out: {listed(rest, _LISTED)} of {place.where}")
-            named.update(rest)
+
+
+def _tell(told: dict[str, set[str]], metrics: MetricMap, names: Iterable[str]) -> None:
+    """Add the values of metrics that were told."""
+    for name in names:
+        told.setdefault(name, set()).update(map(repr, metrics[name].values))
+
+
+def _is_told(name: str, series: Series, told: Mapping[str, set[str]]) -> bool:
+    """Return whether a metric was told, maybe by a part of its name, or in parts (`train loss`)."""
+    own = _bare(name)
+    parts = [
+        values
+        for known, values in told.items()
+        if own.endswith(other := _bare(known)) or other.endswith(own)
+    ]
+    return set(map(repr, series.values)) <= set().union(*parts)
+
+
+def _bare(name: str) -> str:
+    """Return a name to compare by its end, without the number of one that a line has again."""
+    return re.sub(r" \d+$", "", f" {name}".lower())
 
 
 def ask(best: Found) -> Found:

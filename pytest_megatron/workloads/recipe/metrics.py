@@ -15,7 +15,7 @@ from typing_extensions import TypedDict
 from pytest_megatron.base.schema import About, Text, closed
 from pytest_megatron.base.text import one_of, without_colours
 
-NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+|inf(?:inity)?|nan)(?:e[-+]?\d+)?"
+NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+|(?:inf(?:inity)?|nan)\b)(?:e[-+]?\d+)?"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _BARRED = rf"\|\s*(?P<name>[^|:]+?):\s*(?P<value>{NUMBER}[KMBGT]?)\s*(?=\||$)"
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from pytest_megatron.process.guarded import CommandEnd
 from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.workloads.commands.by_hand import RunByHand
 from pytest_megatron.workloads.commands.found import MetricSearch, length_of
+from pytest_megatron.workloads.commands.record import choose
 from pytest_megatron.workloads.golden.formats.rows import read_printed
 from pytest_megatron.workloads.recipe.metrics import parse_source
 
@@ -172,3 +176,43 @@ def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
     told = "log.jsonl:2: step 1 has two values of 'a/return', 3.0 and then 4.0, and two values of n"
     assert text.endswith(told)
     assert list(search.places[0].metrics) == ["loss"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        ("step {n} | loss {a} | val_bpb {b}", "val_bpb"),
+        ("step {n}, loss {a}, val bpb: {b}, lr: 0.1", "val bpb, lr"),
+        ("step={n}  loss={a}  mAP50(B)  {b}", "mAP50(B)"),
+        ("step {n}\tloss {a}\tF1\t{b}\ttop-1: {a}%", "F1, top-1"),
+        (
+            "step {n} loss {a} Validation bpb {b} time 12.5ms mAP@0.5 {a}, old nan last inf.",
+            "Validation bpb, time, mAP@0.5, old, last",
+        ),
+        ("step{n} loss{a} bpb{b} R2 ({b})", "bpb, R2"),
+        ("12:30:01 train.py:7] [{n}/5] loss: {a} (2.5) bpb ~ {b} 3 ms", "bpb"),
+        ("{{'loss': {a}, 'update_norm': {b}}}", "update_norm"),
+        ("[{n}] loss {a}\n[{n}] bpb: {b}\n[{n}] took {b}", "bpb"),
+        ("step {n} loss {a} bpb {b}\nstep {n} val | bpb {a}", "bpb"),
+        ("step {n} loss {a} bpb {b}\nValidation bpb: {a}", "bpb, Validation bpb"),
+        ("step {n} loss {a}\nat epoch {n}: loss {b}", "loss"),
+        ("step {n} mean train ce loss {a}, val ce loss {b}, epoch {n}, batch 3/7", ""),
+        ("[{n}] Train: loss {a}\n[{n}] Test: loss {b}", ""),
+        ("step {n} loss {a} level info", ""),
+    ],
+)
+def test_numbers_beside_a_step_or_a_loss_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, told: str
+) -> None:
+    values = [(n, 3 - n / 8, 2 + n / 8) for n in range(5)]
+    text = "".join(f"{lines}\n".format(n=n, a=a, b=b) for n, a, b in values)
+    search = found(tmp_path, f"tokens per iteration will be: 512\n{text}")
+    run = RunByHand(
+        CommandEnd(returncode=0, duration_s=1.0, num_left=0),
+        tuple(search.places),
+        tuple(search.others),
+        tuple(search.passed_over),
+    )
+    choose(run, (), ("train",))
+    said = re.findall(r"left out: (.+?)(?: of printed, any|, no losses)", capsys.readouterr().out)
+    assert sorted(", ".join(said).split(", ")) == sorted(told.split(", "))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
@@ -310,13 +311,29 @@ def disagreement(best: Found, places: Sequence[Found]) -> str | None:
     """Say where another place has another value of a metric than the best one has."""
     for other in places:
         for name in best.names if other is not best else ():
+            ours = best.metrics[name].finite()
             theirs = other.metrics[name].finite() if name in other.metrics else {}
-            for step, here in best.metrics[name].finite().items():
+            half_ours, half_theirs = _half_of_last_digit(ours), _half_of_last_digit(theirs)
+            for step, here in ours.items():
                 there = theirs.get(step, here)
-                if not math.isclose(here, there, rel_tol=1e-3):  # one may be printed shorter
+                unsure = max(half_ours(here), half_theirs(there))
+                if not math.isclose(here, there, rel_tol=1e-3, abs_tol=unsure):
                     values = f"{here:g} ({best.where}) and {there:g} ({other.where})"
                     return f"{name} at step {step} is {values}"
     return None
+
+
+def _half_of_last_digit(values: Mapping[int, float]) -> Callable[[float], float]:
+    """Return how far a value may be from what it was rounded to: by places, or by digits."""
+    parts = [Decimal(repr(value)).normalize().as_tuple() for value in values.values()]
+    places = max((-int(part.exponent) for part in parts), default=0)
+    num_digits = max((len(part.digits) for part in parts), default=1)
+
+    def half(value: float) -> float:
+        first = math.floor(math.log10(abs(value))) if value else -places
+        return 0.501 * 10.0 ** max(-places, first - num_digits + 1)
+
+    return half
 
 
 def description(name: str, series: Series) -> str:

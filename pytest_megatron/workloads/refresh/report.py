@@ -109,7 +109,7 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
     """Yield the origins of all goldens, each value once."""
     origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
     for title, values in (
-        ("Command", [shlex.join(o.command) for o in origins if o.command]),
+        ("Command", [_command_of(o) for o in origins if o.command]),
         ("Measured at commit", [_commit_of(o) for o in origins]),
         ("Image", [o.image for o in origins if o.image]),
         ("GPU", [o.gpu for o in origins if o.gpu]),
@@ -117,6 +117,12 @@ def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
     ):
         for value in dict.fromkeys(values):
             yield title, value
+
+
+def _command_of(origin: Provenance) -> str:
+    """Return the command of a golden, without leave for changes that there were not."""
+    is_clean = origin.commit is not None and not origin.is_dirty
+    return shlex.join(w for w in origin.command or () if not (is_clean and w == "--allow-dirty"))
 
 
 def _commit_of(origin: Provenance) -> str:

@@ -226,9 +226,8 @@ def test_the_json_form_is_json_whatever_the_values() -> None:
 def test_a_commit_message_says_what_where_and_how_much() -> None:
     path = "golden_values/gpt/tp2/golden_values_dev_dgx_h100.json"
     new = golden(scaled({40: 1.01}).metrics, gpu="8x NVIDIA H100", image="i@sha256:1", driver="570")
-    new = replace(
-        new, provenance=replace(new.provenance or ORIGIN, command=("pytest", "r", "learns faster"))
-    )
+    command = ("pytest", "r", "learns faster", "--allow-dirty")
+    new = replace(new, provenance=replace(new.provenance or ORIGIN, command=command))
     assert commit_message([differ(path, OLD, new)], reason="new data").splitlines() == [
         "Refresh the golden of tp2",
         "",
@@ -241,6 +240,9 @@ def test_a_commit_message_says_what_where_and_how_much() -> None:
         "Driver: 570",
         f"Largest relative change: 1.0e-02, lm loss at step 40 of {path}",
     ]
+    for of_no_commit in ({"is_dirty": True}, {"commit": None}):
+        odd = replace(new, provenance=replace(new.provenance or ORIGIN, **of_no_commit))
+        assert "r 'learns faster' --allow-dirty\n" in commit_message([differ(path, OLD, odd)])
     more_steps = differ(path, golden(metric_map(curve(60))), OLD)
     assert "step None" not in commit_message([more_steps])
     long = [differ(f"g/{'long' * 20}/x.json", None, OLD)]

@@ -52,6 +52,7 @@ from pytest_megatron.workloads.golden.store import golden_text, metrics_to_json,
 from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
 from pytest_megatron.workloads.recipe.short_rows import read_command
 from pytest_megatron.workloads.refresh.gate import MOST_NAMED
+from pytest_megatron.workloads.verdict.attempt import left_behind
 
 _LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
 _NAME, _LONGEST_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*").fullmatch, 100
@@ -117,7 +118,7 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
 
 def _why_no_metric(ran: RunByHand) -> str:
     """Describe a run that left nothing to compare."""
-    cut = _went_on(ran)
+    cut = left_behind(ran.end.num_left)
     if ran.passed_over:
         return (
             f"{cut}, and its metrics cannot be told apart: {ran.passed_over[0]}; "
@@ -132,24 +133,13 @@ def _why_no_metric(ran: RunByHand) -> str:
     )
 
 
-def _went_on(ran: RunByHand) -> str:
-    """Say that a command ended before what it had started."""
-    num_left = ran.end.num_left
-    if not num_left:
-        return ""
-    return (
-        f", and {counted(num_left, 'process', 'processes')} that it left in the background "
-        f"{'was' if num_left == 1 else 'were'} ended"
-    )
-
-
 def _check_steps(ran: RunByHand, best: Found, line: str) -> None:
     """Say what cannot be told from a run: one that went on, or that has one step.
 
     Raises:
         LaunchError: It went on, and had one step by then.
     """
-    cut, is_one = _went_on(ran), best.num_steps == 1
+    cut, is_one = left_behind(ran.end.num_left), best.num_steps == 1
     if cut and is_one:
         problem = f"ended with exit code 0{cut} at the first step; start it in the foreground"
         raise LaunchError(line, f"{problem}; nothing was written")

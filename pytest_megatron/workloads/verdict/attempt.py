@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import assert_never
 
 from pytest_megatron.base.files import JsonValue, read_end, read_json, write_json_atomically
-from pytest_megatron.base.text import describe_exit, name_ranks
+from pytest_megatron.base.text import counted, describe_exit, name_ranks
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
@@ -332,10 +332,11 @@ def judge_attempt(
             with contextlib.suppress(MetricsError):
                 measured[-1] = measured_in(end.plan.dirs, is_rl=is_rl)
             continue
+        left = left_behind(end.num_left)
         if not has_measured(end.plan.dirs):
             return tuple(measured), FailureCause(
-                text="the training ended with exit code 0, but wrote no metrics: neither JSON "
-                "lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH",
+                text=f"the training ended with exit code 0{left}, but wrote no metrics: neither "
+                "JSON lines to $PYTEST_MEGATRON_METRICS nor TensorBoard files to $TENSORBOARD_PATH",
                 see=str(end.plan.dirs.root),
             )
         try:
@@ -343,13 +344,13 @@ def judge_attempt(
         except MetricsError as error:
             far = "" if end.progress is None else f" {_when(end)}"
             return tuple(measured), FailureCause(
-                text=f"the training ended with exit code 0{far}, but {error}"
+                text=f"the training ended with exit code 0{far}{left}, but {error}"
             )
         measured.append(metrics)
         last = end.plan.last_iteration
         if target is not None and end is ends[-1]:
             metrics, last = join_windows(measured), target.iteration
-        problem = find_problem(metrics, metric_names, last) or _not_resumed(
+        problem = find_problem(metrics, metric_names, last, left) or _not_resumed(
             measured[-1],
             metric_names,
             end.plan.resumes_after or resumes_after,
@@ -414,9 +415,31 @@ def one_value_each(found: Observed, names: Sequence[str], *, is_rl: bool) -> Met
     return with_one_loss_name(found.metrics)
 
 
-def find_problem(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:
-    """Say what is wrong with what a training measured: missing, ended early, not finite."""
-    return find_incomplete(metrics, names, last) or find_non_finite(metrics, names)
+def find_problem(
+    metrics: MetricMap, names: Sequence[str], last: int | None, left: str = ""
+) -> str | None:
+    """Say what is wrong with what a training measured: missing, ended early, not finite.
+
+    Args:
+        metrics: What it measured.
+        names: What it must have measured.
+        last: The step that it should get to.
+        left: What it left in the background, as `left_behind` says it.
+    """
+    incomplete = find_incomplete(metrics, names, last)
+    if incomplete and left:
+        return f"{incomplete}; it ended{left}"
+    return incomplete or find_non_finite(metrics, names)
+
+
+def left_behind(num_left: int) -> str:
+    """Say that a program ended before what it had started; nothing if it did not."""
+    if not num_left:
+        return ""
+    return (
+        f", and {counted(num_left, 'process', 'processes')} that it left in the background "
+        f"{'was' if num_left == 1 else 'were'} ended"
+    )
 
 
 def find_incomplete(metrics: MetricMap, names: Sequence[str], last: int | None) -> str | None:

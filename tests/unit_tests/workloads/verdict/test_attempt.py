@@ -90,6 +90,22 @@ def test_a_run_with_exit_code_0_may_still_be_no_good(
     assert text_of(phase(tmp_path)) == f"{expected}; see {tmp_path}/launcher.log"
 
 
+def test_what_a_run_left_in_the_background_is_told_where_metrics_are_missing(
+    tmp_path: Path,
+) -> None:
+    end = replace(phase(tmp_path), num_left=1)
+    told = "and 1 process that it left in the background was ended"
+    assert f"exit code 0, {told}, but wrote no metrics" in text_of(end)
+    (tmp_path / "metrics.jsonl").write_text("no JSON\n")
+    assert f"exit code 0 after iteration 4 of 10, {told}, but " in text_of(end)
+    write_lines(tmp_path, {1: 1.0, 2: 1.0})
+    assert f"stops at step 2, expected it to go on to 10; it ended, {told}; see" in text_of(end)
+    write_lines(tmp_path, {1: 1.0, 10: float("nan")})
+    assert "background" not in text_of(end)
+    write_lines(tmp_path, {1: 1.0, 10: 1.0})
+    assert cause_of(end) is None
+
+
 def test_a_run_that_logs_every_fifth_step_is_whole(tmp_path: Path) -> None:
     write_lines(tmp_path, {1: 1.0, 5: 1.0, 10: 1.0})
     assert cause_of(phase(tmp_path, last=12)) is None

@@ -56,6 +56,7 @@ from pytest_megatron.workloads.verdict.attempt import left_behind
 
 _LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
 _NAME, _LONGEST_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*").fullmatch, 100
+_OF_A_SHELL = re.compile(r"[|&;]{1,2}|(\d*|&)[<>]{1,3}(&[\d-]+)?|(\d+|&)>{1,2}[^=]\S*").fullmatch
 _OWN_END_S = 2.0  # for the session to end by a Ctrl-C of its own
 _PLATFORMS = Vocabulary().platforms
 _SHOWN, _LISTED = 12, 40  # metrics
@@ -508,11 +509,22 @@ def _say_uncommitted(root: Path) -> str | None:
 
 
 def _refuse_quoted(words: Sequence[str]) -> None:
-    """Refuse a whole line that quotes make one word.
+    """Refuse a whole line that quotes make one word, and a word that only a shell understands.
+
+    Such a word may be the value of an option: behind one, and before another or at the end.
 
     Raises:
         RecipeError: It is one.
     """
+    for before, word, after in zip(["", *words], words, [*words[1:], "-"], strict=False):
+        is_value = before.startswith("-") and after.startswith("-")
+        if _OF_A_SHELL(word) and not is_value:
+            line = " ".join(w if _OF_A_SHELL(w) else shlex.quote(w) for w in words)
+            raise RecipeError(
+                shlex.quote(word),
+                f"is a word of the command because of its quotes, and no shell runs it; give "
+                f"-- sh -c {shlex.quote(line)}, or join it to its option by `=`; nothing was run",
+            )
     line = words[0]
     if len(words) > 1 or not re.search(r"\s", line) or shutil.which(line):
         return

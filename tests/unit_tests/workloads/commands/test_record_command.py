@@ -6,6 +6,7 @@ import json
 import os
 import re
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -344,6 +345,30 @@ def test_a_project_that_takes_no_files_is_refused_before_anything_runs(
 def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, mend: str) -> None:
     done = record_here(project, "--", line)
     assert f"'{line}': is one word because of its quotes, and no shell runs it; {mend}" in done
+
+
+@pytest.mark.parametrize(
+    ("words", "mend"),
+    [
+        (["python", "a b.py", "--bf16", "|", "tee", "log"], "python 'a b.py' --bf16 | tee log"),
+        (["python", "loop.py", "2>&1", ">", "log"], "python loop.py 2>&1 > log"),
+        (["python", "loop.py", "&&", "echo", "done"], "python loop.py && echo done"),
+        (["cd", "src", ";", "python", "loop.py"], "cd src ; python loop.py"),
+        (["python", "loop.py", "2>/dev/null"], "python loop.py 2>/dev/null"),
+    ],
+)
+def test_a_word_that_only_a_shell_understands_is_refused(
+    project: Path, words: list[str], mend: str
+) -> None:
+    done = record_here(project, "--", *words)
+    assert "is a word of the command because of its quotes, and no shell runs it" in done
+    assert f"give -- sh -c {shlex.quote(mend)}" in done
+
+
+@pytest.mark.parametrize("words", [["--sep", "|", "--lr", "1"], ["--eos=>", "--end", ";"], [">=2"]])
+def test_such_a_word_may_be_the_value_of_an_option(project: Path, words: list[str]) -> None:
+    done = record_here(project, "--name", "a/b", "--", "python", "loop.py", *words)
+    assert "is no name of a row" in done
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -172,7 +172,7 @@ def run_without_torch(python: Path, wheel: Path, directory: Path) -> None:
     version = wheel.name.split("-")[1]
     expect(directory, rf"version {re.escape(version)}$", 0, command, "--version")
     expect(directory, r"has no torch \[torch-missing\]", 2, command, "doctor", "--no-collective")
-    expect(directory, r'"\$schema"', 0, command, "schema", "recipe")
+    expect(directory, r"recipe\.schema\.json", 0, command, "lint", "--schema", "recipe")
     completion = {"_PYTEST_MEGATRON_COMPLETE": "bash_source"}
     expect(directory, r"complete .* pytest-megatron", 0, command, env=completion)
     pytest = (python.with_name("pytest"), "-p", "megatron", "-p", "no:cacheprovider")

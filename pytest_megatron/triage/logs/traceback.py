@@ -194,6 +194,9 @@ class Bare:
     num_after: int
 
 
+_OF_SCHEDULER = ("srun: ", "slurmstepd: ")  # how it ended tasks, nothing that a program says
+
+
 def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
     """Yield the errors at the end of a log without a traceback, last one first.
 
@@ -214,6 +217,7 @@ def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
         if is_exception and _has_whole_traceback(lines, index):
             is_exception = False  # it was looked at, and did not end anything
         is_alarm = _ALARM.search(text) is not None or _OF_PYTEST.match(text) is not None
+        is_alarm &= not text.startswith(_OF_SCHEDULER)
         if (is_exception or is_alarm) and _TRIED_AGAIN.search(text) is None:
             end = _end_of_message(lines, index)
             message = "\n".join([said, *(line.text for line in lines[index + 1 : end])])

@@ -87,6 +87,18 @@ def test_a_jobs_log_beside_those_of_its_tasks_is_the_launchers(tmp_path: Path) -
     assert found.exits == dict.fromkeys("012", "SIGTERM") | {"3": "SIGSEGV"}
 
 
+def test_what_slurm_says_of_a_task_is_not_its_error(tmp_path: Path) -> None:
+    for task in range(4):
+        said = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --tp 2\n"
+        (tmp_path / f"task_{task}.out").write_text(said if task == 2 else "")
+    (tmp_path / "slurm-41.out").write_text(
+        "srun: error: n1: task 2: Exited with exit code 2\n"
+        "slurmstepd: error: *** STEP 41.0 ON n1 CANCELLED AT 2026-03-01T10:00:00 ***\n"
+        "srun: error: n1: tasks 0-1,3: Terminated\n"
+    )
+    assert told(tmp_path) == ("config", 2, False)
+
+
 def test_sruns_exit_codes(tmp_path: Path) -> None:
     (tmp_path / "job.log").write_text(
         "0: start\n1: start\nsrun: error: n1: task 1: Exited with exit code 3\n"

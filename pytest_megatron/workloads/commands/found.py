@@ -50,12 +50,14 @@ _NAME = rf"\b(?!(?:step|iter|epoch)\d){_WORD}(?: (?:{_WORD}|\([\w ]+\))){{0,2}}"
 _MARKED = r"""['"]?\s*(?:[:=~≈→]|[-=]>)+\s*['"]?"""
 _ONLY_MARKED = rf"(?P<name>{_NAME}){_MARKED}(?P<value>{NUMBER})(?![\w/]|[.:-]\d)"
 _BESIDE = (
-    rf"(?P<name>{_NAME})(?:{_MARKED}[\[(]?|\s+[\[(]?|[\[(]|{_FUSED})"
+    rf"(?P<name>{_NAME})"
+    rf"(?:{_MARKED}[\[(]?|\s+[\[(]?|[\[(]|{_FUSED}|\s*[|│](?=\s*{NUMBER}\s*(?:[|│]|$))\s*)"
     rf"(?P<value>{NUMBER})(?![.:-]?\d)"
 )
 _STEP = r"\b(?:global[_ ]?step|step|iteration|iter|update)\w*\s*[:=#\[]?\s*(?P<step>\d+)"
 _STEP_OF_RANK_0 = rf"\brank\W*0\b.*?{_STEP}"
-_WITH_LOSS = rf"^(?=.*?{_LOSSES})\D*(?P<step>\d)"  # a line, by any digit of it
+# A line with a loss, such as `loss (mean): 2.5`; any digit of it will do.
+_WITH_LOSS = rf"^(?=.*?{_LOSS}(?![a-z])[^|,;\d]{{0,20}}?{NUMBER})\D*(?P<step>\d)"
 _NO_METRIC = re.compile(
     r"(?:(?!.*per ).* )?(?:(?:global_?)?step|iter(?:ation)?|epoch|update)s?|batch|rank|.*\.py",
     re.IGNORECASE,
@@ -236,8 +238,9 @@ class MetricSearch:
     def _numbers(self, dirs: PhaseDirs, *, is_joint: bool) -> Iterator[Found]:
         """Yield all numbers that are printed behind a name.
 
-        They are read by step where a line has one. Of other lines what has a mark (`bpb: 1.2`)
-        and comes again is no setting; beside a loss a name is enough.
+        They are read by step where a line has one; beside a loss, too, a name is enough. On other
+        lines a metric has a mark (`bpb: 1.2`) and comes again, or one of both and a name that says
+        so: else it is a setting, or a part of a sentence.
         """
         beside_loss = read_logs(dirs, LinePattern(values=_BESIDE, step=_WITH_LOSS)).metrics
         for values, step in ((_BESIDE, _STEP), (_ONLY_MARKED, None), (_BESIDE, None)):
@@ -251,7 +254,7 @@ class MetricSearch:
                 and (
                     step is not None
                     or name in beside_loss
-                    or (values is _ONLY_MARKED and (len(series) > 1 or _is_compared(name)))
+                    or (values is _ONLY_MARKED) + (len(series) > 1) + _is_compared(name) > 1
                 )
             }
             unread = tuple(n for n in curves.disagreements if not _NO_METRIC(n))

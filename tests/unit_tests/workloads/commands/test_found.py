@@ -148,10 +148,16 @@ def test_lines_of_a_training_and_of_its_tests_are_metrics_of_their_own(
 
 
 def test_of_ranks_that_name_themselves_the_lines_of_rank_0_are_read(tmp_path: Path) -> None:
-    lines = [f"[rank {r}] step {n} loss {3 - n - r / 4}\n" for n in (0, 1, 2) for r in (1, 0)]
-    (place,) = found(tmp_path, "".join(lines), is_joint=True).places
+    form = "[rank {r}] step {n} loss {loss}, bpb {r}\n[rank {r}] loss of all {loss}, mAP {n}\n"
+    lines = [form.format(r=r, n=n, loss=3 - n - r / 4) for n in (0, 1, 2) for r in (1, 0)]
+    search = found(tmp_path, "".join(lines), is_joint=True)
+    (place,) = search.places
     assert place.where == "printed, lines of rank 0 by step"
     assert dict(place.metrics["loss"].items()) == {0: 3.0, 1: 2.0, 2: 1.0}
+    assert [other.unread for other in search.others] == [
+        ("loss", "bpb"),
+        ("bpb", "loss", "loss of all", "mAP"),
+    ]
 
 
 def test_metrics_that_are_no_losses_by_name_are_kept_to_be_named(tmp_path: Path) -> None:
@@ -217,6 +223,9 @@ def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
         ("12:30:01 train.py:7] [{n}/5] loss: {a} (2.5) bpb ~ {b} 3 ms", "bpb"),
         ("{{'loss': {a}, 'update_norm': {b}}}", "update_norm"),
         ("[{n}] loss {a}\n[{n}] bpb: {b}\n[{n}] took {b}", "bpb"),
+        ("[{n}] loss {a}\n[{n}] Validation bpb {b}\n[{n}] took {b}", "Validation bpb"),
+        ("[{n}] train loss {a}\n[{n}] loss (mean) {b}, F1 {a}", "F1, loss (mean)"),
+        ("| step {n} | loss {a} | F1 | {b} | fast | {b} s |", "F1"),
         ("step {n} loss {a} bpb {b}\nstep {n} val | bpb {a}", "bpb"),
         ("step {n} loss {a} bpb {b}\nValidation bpb: {a}", "bpb, Validation bpb"),
         ("step {n} loss {a}\nat epoch {n}: loss {b}", "loss"),
@@ -230,7 +239,8 @@ def test_numbers_beside_a_step_or_a_loss_are_told(
 ) -> None:
     values = [(n, 3 - n / 8, 2 + n / 8) for n in range(5)]
     text = "".join(f"{lines}\n".format(n=n, a=a, b=b) for n, a, b in values)
-    search = found(tmp_path, f"tokens per iteration will be: 512\n{text}")
+    start = "tokens per iteration will be: 512\nthe test set has 9\nlr: 0.1\n"
+    search = found(tmp_path, start + text)
     run = RunByHand(
         CommandEnd(returncode=0, duration_s=1.0, num_left=0),
         tuple(search.places),

@@ -517,7 +517,8 @@ def _refuse_quoted(words: Sequence[str]) -> None:
         RecipeError: It is one.
     """
     for before, word, after in zip(["", *words], words, [*words[1:], "-"], strict=False):
-        is_value = before.startswith("-") and after.startswith("-")
+        is_plain = re.search(r"[&\d]", word) is None
+        is_value = is_plain and before.startswith("-") and after.startswith("-")
         if _OF_A_SHELL(word) and not is_value:
             line = " ".join(w if _OF_A_SHELL(w) else shlex.quote(w) for w in words)
             raise RecipeError(

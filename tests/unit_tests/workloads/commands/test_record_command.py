@@ -353,6 +353,8 @@ def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, mend
         (["python", "a b.py", "--bf16", "|", "tee", "log"], "python 'a b.py' --bf16 | tee log"),
         (["python", "loop.py", "2>&1", ">", "log"], "python loop.py 2>&1 > log"),
         (["python", "loop.py", "&&", "echo", "done"], "python loop.py && echo done"),
+        (["python", "loop.py", "--bf16", "2>&1"], "python loop.py --bf16 2>&1"),
+        (["python", "loop.py", "--bf16", "&"], "python loop.py --bf16 &"),
         (["cd", "src", ";", "python", "loop.py"], "cd src ; python loop.py"),
         (["python", "loop.py", "2>/dev/null"], "python loop.py 2>/dev/null"),
     ],

@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from annotated_types import Len, MinLen
 
@@ -31,8 +31,10 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.session.decision import RowChoice
-from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.model import SCOPE_ALIASES, Vocabulary
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.recipe.expand import Profile
 
 BUILT_IN = Path(__file__).with_name("table.toml")
 HOSTED = "ubuntu-24.04"
@@ -189,6 +191,8 @@ class CiTable:
     @property
     def profile(self) -> Profile | None:
         """The profile of all recipes; None where that is a matter of their place."""
+        from pytest_megatron.workloads.recipe.expand import Profile  # noqa: PLC0415 - slow to import
+
         return None if self.recipe_profile is None else Profile(self.recipe_profile)
 
     @property

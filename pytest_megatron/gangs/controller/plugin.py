@@ -316,7 +316,8 @@ class GangPlugin(RecordCarrier):
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if not (dispatcher.is_in_order or dispatcher.is_serial) and reporter is not None:
             reporter.showfspath = False  # the file changes with every test, as in pytest-xdist
-            reporter.ensure_newline()  # not beside the last file of the controller's tests
+            if self._open_pool.leader is None:  # other nodes show the reports in their own lines
+                reporter.ensure_newline()  # not beside the last file of the controller's tests
         while not dispatcher.is_done:
             with dispatcher.lock:
                 dispatcher.dispatch()

@@ -18,6 +18,7 @@ _UNSEEN = re.compile(
 _PREFIX = re.compile(
     r"\ufeff|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?(?: |$)"
     r"|\[rank(?P<rank>\d+)\]: ?|\[default(?P<local>\d+)\]: ?"  # torch
+    r"|\[node(?:s|\d+)\]: ?"  # our own launcher for several nodes
 )
 # `Rank 3]` as torch's C++ writes it: [PG ID 0 PG GUID 0(default_pg) Rank 3]
 _SPOKEN = re.compile(r"^\[(?:[EWIF]\d{3,4} .*?\bRank (\d+)\]|(?i:rank)[ _](\d+)\] )")

@@ -344,18 +344,31 @@ def _was_survived(event: Event) -> bool:
     row, place = event.signature, event.place
     if row.is_fatal or not row.explains:
         return False
+    process = _NCCL.match(place.text)
+    later: set[tuple[int, int]] = set()
+    for text in _texts_behind(place):
+        if (
+            process is not None
+            and "Init COMPLETE" in text
+            and parse_line(text).text.startswith(process[0])
+        ):
+            return True
+        if (step := parse_iteration(text)) is not None:
+            later.add(step)
+        if len(later) > 1:
+            return True
+    if not later:
+        return False
     first = max(0, place.offset - _TAIL_BYTES)
     before = _texts(read_from(place.log.path, first, place.offset - first))
+    return not any(map(parse_iteration, before))
+
+
+def _texts_behind(place: LogLine) -> Iterator[str]:
+    """Yield lines from a place on: the next ones, and then those at the end of its log."""
+    yield from _texts(read_from(place.log.path, place.offset, _TAIL_BYTES))
     tail, start = _tail(place.log)
-    behind = _texts(read_from(place.log.path, place.offset, _TAIL_BYTES))
-    behind += _texts(tail[max(0, place.offset - start) :])
-    process = _NCCL.match(place.text)
-    if process is not None and any(
-        "Init COMPLETE" in text and parse_line(text).text.startswith(process[0]) for text in behind
-    ):
-        return True
-    later = set(filter(None, map(parse_iteration, behind)))
-    return len(later) > 1 or (bool(later) and not any(map(parse_iteration, before)))
+    yield from _texts(tail[max(0, place.offset - start) :])
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:

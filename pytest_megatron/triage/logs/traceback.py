@@ -44,6 +44,7 @@ _OF_RUNNER = re.compile(
     r"^##\[error\]Process completed with exit code|Error: The command exited with status [1-9]"
     r"|^ERROR: Job failed"
 )
+_OF_SCHEDULER = ("srun: ", "slurmstepd: ")  # how it ended tasks, nothing that a program says
 _CODE = "   "  # in front of the code of a frame, and not of an exception
 # What stands before the lines of a group of exceptions, and the rules between them.
 _MARGIN = re.compile(r" *(?:[|+] )?")
@@ -194,9 +195,6 @@ class Bare:
     num_after: int
 
 
-_OF_SCHEDULER = ("srun: ", "slurmstepd: ")  # how it ended tasks, nothing that a program says
-
-
 def bare_errors(lines: Sequence[Line]) -> Iterator[Bare]:
     """Yield the errors at the end of a log without a traceback, last one first.
 
@@ -333,8 +331,7 @@ def _belongs(text: str) -> bool:
         "Exception ignored in",
         "terminate ",
         "Fatal Python error: ",
-        "slurmstepd: ",
-        "srun: ",
+        *_OF_SCHEDULER,
         "##[",
     )
     if not text.strip() or any(stop in text for stop in stops):

@@ -34,7 +34,7 @@ from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, profile_at, read_recipe
+from pytest_megatron.workloads.recipe.load import read_recipes
 from pytest_megatron.workloads.recipe.model import (
     UNIT_MODEL,
     Filters,
@@ -226,10 +226,7 @@ def _read_rows(
     """
     given = request.recipes or tuple(request.root / name for name in table.recipes)
     paths = given if request.recipes else [p for p in given if p.exists()]
-    profile = request.profile or table.profile
-    loaded = [
-        read_recipe(file, profile or profile_at(file), vocabulary) for file in find_recipes(paths)
-    ]
+    loaded = read_recipes(paths, request.profile or table.profile, vocabulary)
     errors = [error for one in loaded for error in one.errors]
     if errors:
         raise BrokenRecipesError(errors)

@@ -21,7 +21,7 @@ from pytest_megatron.ci.table import HOSTED, TABLE_NAME, CiTable, Workflow, load
 from pytest_megatron.errors import CiError, ConfigError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import find_recipes, profile_at, read_recipe
+from pytest_megatron.workloads.recipe.load import profile_at, read_recipes
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project_words
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
@@ -218,8 +218,8 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         ConfigError: The project's table is wrong.
         CiError: The file is there and is not to be replaced, or cannot be written.
     """
-    table, _ = _read_table(root)
-    workflow, rows = table.workflow, _rows(root)
+    table, words = _read_table(root)
+    workflow, rows = table.workflow, _rows(root, table, words)
     if not workflow.setup:
         raise ConfigError(
             f"pyproject.toml: {_TABLE} setup",
@@ -296,15 +296,11 @@ def _advice(
         yield "then require the check 'megatron verdict' on the branch"
 
 
-def _rows(root: Path) -> list[Workload] | None:
+def _rows(root: Path, table: CiTable, words: Vocabulary) -> list[Workload] | None:
     """Return the rows of the project's recipes; None where these cannot be read."""
-    table, words = _read_table(root)
     folders = [root / name for name in table.recipes if (root / name).exists()]
     try:
-        read = [
-            read_recipe(file, table.profile or profile_at(file), words)
-            for file in find_recipes(folders)
-        ]
+        read = read_recipes(folders, table.profile, words)
     except RecipeError:
         return None  # `pytest-megatron lint` reports why
     return [row for one in read for row in one.workloads]

@@ -44,7 +44,7 @@ from pytest_megatron.workloads.recipe.case import (
 )
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.lint import check_golden
-from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.load import read_recipes
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
 
 # Megatron-LM writes the text "nan" there for a step that was not measured.
@@ -291,8 +291,7 @@ class _Linter:
         self._cases: dict[Path, CaseDocument | None] = {}
         self.findings: list[Finding] = []
         self.num_bytes = 0
-        files = find_recipes(project.recipes)
-        loaded = [read_recipe(file, Profile.STRICT, project.vocabulary) for file in files]
+        loaded = read_recipes(project.recipes, Profile.STRICT, project.vocabulary)
         self._workloads = [workload for one in loaded for workload in one.workloads]
         self.num_broken = sum(bool(one.errors) for one in loaded)
         self.readers: dict[Path, list[Workload]] = {}

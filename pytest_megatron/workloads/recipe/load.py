@@ -324,6 +324,19 @@ def profile_at(path: Path) -> Profile:
     return Profile.COMPAT if is_megatrons else Profile.STRICT
 
 
+def read_recipes(
+    paths: Iterable[Path], profile: Profile | None, vocabulary: Vocabulary
+) -> list[Loaded]:
+    """Read recipe files, and those in directories; without a profile each as its place says.
+
+    Raises:
+        RecipeError: A path does not exist.
+    """
+    return [
+        read_recipe(file, profile or profile_at(file), vocabulary) for file in find_recipes(paths)
+    ]
+
+
 def load_recipe(
     path: Path, profile: Profile = Profile.STRICT, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> tuple[Workload, ...]:

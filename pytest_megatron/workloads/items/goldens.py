@@ -214,13 +214,16 @@ class GoldenWriter:
         """Refuse to measure a tree that is no more the one which the golden would name."""
         if self._options.is_dirty_allowed:
             return
-        changed = read_tree(self._root).since(tree_at_start(self._root))
-        if changed:
+        if changed := self._changed_files():
             raise GoldenError(
                 str(self._root),
                 f"--golden {self._options.golden}: the tree changed after the run had begun: "
                 f"{listed(changed, MOST_CHANGED)}; nothing was run; {LEAVE_ALONE}",
             )
+
+    def _changed_files(self) -> tuple[str, ...]:
+        """Return what of the checkout is not as it was when the run began."""
+        return read_tree(self._root).since(tree_at_start(self._root))
 
     def _changes(self, training: Training) -> tuple[str, ...]:
         """Return what was not, when a workload had trained, as it was when the run began.
@@ -229,7 +232,7 @@ class GoldenWriter:
         """
         job = training.job
         changed = [
-            *read_tree(self._root).since(tree_at_start(self._root)),
+            *self._changed_files(),
             *training.other_code(self._session.facts),
         ]
         try:

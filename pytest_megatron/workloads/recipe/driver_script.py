@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pytest_megatron.workloads.recipe.model import DRIVER
 
@@ -205,14 +205,7 @@ class _Reader:
         unknown = self._unknown
         if self._call is None and unknown is None:
             unknown = (0, f"no plain call of {DRIVER}")
-        return DriverCall(
-            arguments=call.arguments,
-            env=call.env,
-            unset=call.unset,
-            directory=call.directory,
-            removed=tuple(self._removed),
-            unknown=unknown,
-        )
+        return replace(call, removed=tuple(self._removed), unknown=unknown)
 
     def _is_control(self, statement: _Statement) -> bool:
         first = statement.words[0][1] if statement.words else ""

@@ -92,8 +92,9 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
             continue
         directory = run_dir / _name_of(record.directory)
         found.append(read_candidate(node_id, record, directory, root, policy))
-    for directory in sorted({path.parents[2] for path in run_dir.glob(f"*/*/*/{PLAN_FILE}")}):
-        plan = read_record(next(directory.glob(f"*/*/{PLAN_FILE}")), RecordedPlan)
+    plans = {path.parents[2]: path for path in run_dir.glob(f"*/*/*/{PLAN_FILE}")}
+    for directory, path in sorted(plans.items()):
+        plan = read_record(path, RecordedPlan)
         if plan.node_id not in run.items:
             found.append(
                 Candidate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -35,6 +36,7 @@ from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import read_recipes
+from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import (
     UNIT_MODEL,
     Filters,
@@ -230,7 +232,15 @@ def _read_rows(
     errors = [error for one in loaded for error in one.errors]
     if errors:
         raise BrokenRecipesError(errors)
-    return tuple(row for one in loaded for row in one.workloads)
+    return tuple(row for one in loaded for row in _as_started(one.workloads, request.root))
+
+
+def _as_started(rows: tuple[Workload, ...], root: Path) -> tuple[Workload, ...]:
+    """Return rows of a recipe with the ranks and repeats that Megatron-LM's driver starts."""
+    try:
+        return native_rows(rows, os.environ, root)
+    except RecipeError:  # its jobs say what is wrong with a script
+        return rows
 
 
 _ONLY_TESTS = (

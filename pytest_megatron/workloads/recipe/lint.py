@@ -63,8 +63,9 @@ def lint_recipes(
             workloads += native_rows(loaded.workloads, os.environ, root)
         except RecipeError as error:
             workloads += loaded.workloads
-            line = int(error.where.rpartition(":")[2])
-            findings.append(Finding(file=file, line=line, rule="row", message=error.problem))
+            path, _, line = error.where.rpartition(":")
+            finding = Finding(file=Path(path), line=int(line), rule="row", message=error.problem)
+            findings.append(finding)
     findings += _check_rows(workloads, root, other_names)
     for check in row_checks:
         findings += check(workloads, root)

@@ -8,19 +8,20 @@ d98e8a64dd.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import posixpath
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import nearest
-from pytest_megatron.base.yaml import YamlError, read_document
+from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.case import CASES, case_path, golden_name
 from pytest_megatron.workloads.recipe.driver_script import (
@@ -38,7 +39,8 @@ _DEMANDED = (
     "DATA_CACHE_PATH",
 )
 _RANKS, _LIGHTWEIGHT, _RECORD = "GPUS_PER_NODE", "ENABLE_LIGHTWEIGHT_MODE", "RECORD_CHECKPOINTS"
-_KNOWN = (*_DEMANDED, "INFERENCE_OUTPUT_PATH", "N_REPEAT", _LIGHTWEIGHT, _RECORD, _RANKS)
+_REPEATS = "N_REPEAT"
+_KNOWN = (*_DEMANDED, "INFERENCE_OUTPUT_PATH", _REPEATS, _LIGHTWEIGHT, _RECORD, _RANKS)
 _DEFAULT_RANKS = "8"
 # What says where nodes meet; the plan does.
 _OF_LAUNCHERS = re.compile(r"(?:MASTER|NODE|NUM_NODES|RUN_CI|SLURM|BASH_ENV|HOME$|PATH$)").match
@@ -70,9 +72,10 @@ def native_rows(
         root: The checkout.
 
     Raises:
-        RecipeError: A script is wrong; names its line.
+        RecipeError: A script is wrong, or a case in what the driver reads of it; names its line.
     """
     calls: dict[str, DriverCall] = {}
+    read = functools.cache(read_document)
     for file in {row.file: None for row in rows if row.calls_driver}:
         above, is_found, _ = file.read_bytes().partition(b"\r")
         if is_found:
@@ -81,7 +84,9 @@ def native_rows(
                 "the line ends as on Windows, expected a line feed alone, as bash does; convert "
                 "the file with dos2unix",
             )
-    return tuple(_Native(row, env, root, calls).row() if row.calls_driver else row for row in rows)
+    return tuple(
+        _Native(row, env, root, calls, read).row() if row.calls_driver else row for row in rows
+    )
 
 
 def require_yq(where: str) -> None:
@@ -131,11 +136,17 @@ class _Native:
     """Makes a native row of one whose script calls the driver."""
 
     def __init__(
-        self, row: Workload, env: Mapping[str, str], root: Path, calls: dict[str, DriverCall]
+        self,
+        row: Workload,
+        env: Mapping[str, str],
+        root: Path,
+        calls: dict[str, DriverCall],
+        read: Callable[[Path], YamlDocument],
     ) -> None:
         self._row = row
         self._env = env
-        self._root = root
+        self._case = case_path(root, row)
+        self._read = read
         assert row.script is not None
         try:
             if row.script not in calls:
@@ -174,7 +185,6 @@ class _Native:
         if (problem := self._find_other(known, {**exported, **further})) is not None:
             return self._by_bash(*problem)
         values = {key: value for key, (_, value) in known.items()}
-        count = values.get("N_REPEAT", "")
         row = replace(
             self._row,
             script=None,
@@ -185,7 +195,7 @@ class _Native:
             .replace("{", "{{")
             .replace("}", "}}"),
             gpus=self._ranks(known),
-            n_repeat=int(count) if count.isdecimal() and int(count) else self._row.n_repeat,
+            n_repeat=self._repeats(known),
         )
         env = {n: self._here(v) for n, (_, v) in {**exported, **further}.items() if n not in _KNOWN}
         return replace(
@@ -229,11 +239,10 @@ class _Native:
             RecipeError: Nobody reads one.
         """
         found = {key: value for key, value in arguments.items() if key not in _KNOWN}
-        path = case_path(self._root, self._row)
-        text = path.read_text(errors="replace") if found and path.is_file() else ""
+        text, name = self._case_text(), self._case.name
         for key, (line, _) in found.items():
             if not re.search(rf"\$\{{?{key}\b", text):
-                expected = f"expected one of {', '.join(_KNOWN)}, or one that {path.name} refers to"
+                expected = f"expected one of {', '.join(_KNOWN)}, or one that {name} refers to"
                 raise self._error(line, f"unknown key {key!r}, {expected}{nearest(key, _KNOWN)}")
         return found
 
@@ -266,6 +275,26 @@ class _Native:
         if not text.isdecimal() or not int(text):
             raise self._error(line, f"{_RANKS} is {text!r}, expected a number of ranks from 1 on")
         return int(text)
+
+    def _repeats(self, known: Mapping[str, tuple[int, str]]) -> int | None:
+        """Return how often it trains: as the case says, else the script, else the row."""
+        (line, text), where = known.get(_REPEATS, (0, "")), ""
+        if _REPEATS in self._case_text():
+            with contextlib.suppress(YamlError):  # the plan says why it cannot be read
+                case = self._read(self._case)
+                env = case.value.get("ENV_VARS")
+                if isinstance(env, dict) and env.get(_REPEATS) not in (None, False):
+                    path = ("ENV_VARS", _REPEATS)
+                    text, where = case.text_of(path) or "a container", case.where(path)
+        if text in ("", "{n_repeat}"):
+            return self._row.n_repeat
+        if not text.isdecimal() or not int(text):
+            problem = f"{_REPEATS} is {text!r}, expected a number of repeats from 1 on"
+            raise RecipeError(where, problem) if where else self._error(line, problem)
+        return int(text)
+
+    def _case_text(self) -> str:
+        return self._case.read_text(errors="replace") if self._case.is_file() else ""
 
     def _cache(self, path: str) -> str | None:
         """Return the cache of data; None for one that each attempt has of its own."""
@@ -308,7 +337,7 @@ class _Native:
     def _file_line(self, line: int) -> int:
         """Return the line of the file that a line of the script, from 0, stands on."""
         try:
-            document = read_document(self._row.file)
+            document = self._read(self._row.file)
         except YamlError:
             return self._row.line
         at = document.line_of(("spec", "script"))

@@ -525,6 +525,39 @@ def test_recipes_are_found_where_megatron_lm_has_them(project: Path) -> None:
     assert "unknown word 'dg  x_h100'" in invoke("--labels", "Run tests").stderr
 
 
+DRIVEN = """\
+type: basic
+format_version: 1
+spec:
+  {name: "{test_case}", model: gpt, gpus: 1, nodes: 1, platforms: dgx_h100, script: "SCRIPT"}
+products:
+  - test_case: [tp2]
+    products: [{environment: [dev], scope: [mr-github], n_repeat: [5]}]
+"""
+CALL = (
+    "cd /opt/megatron-lm\\nARGUMENTS=(DATA_PATH=- DATA_CACHE_PATH=- OUTPUT_PATH={assets_dir} "
+    "TENSORBOARD_PATH={assets_dir} CHECKPOINT_SAVE_PATH={assets_dir} CHECKPOINT_LOAD_PATH=/x "
+    "TRAINING_SCRIPT_PATH=train.py TRAINING_PARAMS_PATH=CASE/model_config.yaml "
+    "GOLDEN_VALUES_PATH=CASE/golden_values_dev_dgx_h100.json N_REPEAT={n_repeat} MORE)\\n"
+    "bash tests/functional_tests/shell_test_utils/run_ci_test.sh ${{ARGUMENTS[@]}}"
+).replace("CASE", "tests/functional_tests/test_cases/{model}/{test_case}")
+
+
+@pytest.mark.parametrize(
+    ("more", "size"), [("", (8, 2)), ("GPUS_PER_NODE={gpus}", (1, 2)), ("WRONG=x", (1, 5))]
+)
+def test_rows_of_megatron_lms_driver_have_its_ranks_and_repeats(
+    more: str, size: tuple[int, int], project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GPUS_PER_NODE", raising=False)
+    case = project / "tests/functional_tests/test_cases/gpt/tp2/model_config.yaml"
+    write(case, "TEST_TYPE: regular\nENV_VARS: {N_REPEAT: 2}\n")
+    write(project / "recipes/gpt.yaml", DRIVEN.replace("SCRIPT", CALL.replace("MORE", more)))
+    found = plan("--labels", "Run functional tests")
+    job, row = rows(found["jobs"])[0], rows(found["workloads"])[0]
+    assert (job["gpus"], job["n_repeat"]) == (row["gpus"], row["n_repeat"]) == size
+
+
 @pytest.mark.parametrize(
     ("scope", "why"),
     [

@@ -150,6 +150,32 @@ def test_a_key_that_only_the_case_reads_is_handed_to_it(tmp_path: Path) -> None:
     assert row.of_driver.env == {"DATA_BLEND": "/data/blend"}
 
 
+@pytest.mark.parametrize(
+    ("given", "of_case", "repeats"),
+    [
+        ("{n_repeat}", "1", 1),  # gpt-grads.yaml of Megatron-LM
+        ("3", '"2"', 2),
+        ("3", "null", 3),
+        ("3", "{}", "model_config.yaml:2: N_REPEAT is 'a container'"),
+        ("{n_repeat}", "often", "model_config.yaml:2: N_REPEAT is 'often', expected a number of"),
+        ("0", "null", "N_REPEAT is '0', expected a number of repeats from 1 on"),
+        ("", "null", 5),
+    ],
+)
+def test_the_case_decides_how_often_the_driver_trains(
+    given: str, of_case: str, repeats: int | str, tmp_path: Path
+) -> None:
+    case = tmp_path / CASE.format(model="gpt", test_case="tp2") / "model_config.yaml"
+    case.parent.mkdir(parents=True)
+    case.write_text(f"ENV_VARS:\n  N_REPEAT: {of_case}\n")
+    script = H100.replace("{n_repeat}", given)
+    if isinstance(repeats, int):
+        assert read(tmp_path, script).n_repeat == repeats
+    else:
+        with pytest.raises(RecipeError, match=repeats):
+            read(tmp_path, script)
+
+
 WRONG = {
     "command": ("=/var/cache", "=$(mktemp -d)", "'$(mktemp -d)', expected a value"),
     "backquotes": ("=/var/cache", "=`pwd`", "'`pwd`', expected a value"),

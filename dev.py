@@ -5,7 +5,9 @@ Needs Python 3.11 to 3.13 with pip, and nothing else:
     python3 dev.py recipes                 train and judge two workloads, the smoke tier
     python3 dev.py recipes --all           ... all that this machine can run
     python3 dev.py recipes PYTEST ARGS     ... those that the arguments select
-    python3 dev.py test [PYTEST ARGS]      the tests
+    python3 dev.py test                    the everyday tier of the tests, in parallel
+    python3 dev.py test --all              ... all of them
+    python3 dev.py test PYTEST ARGS        ... those that the arguments select, of either
     python3 dev.py check                   format, lint, types, import layers, lock file
     python3 dev.py package [--keep DIR]    build wheel and sdist, and try them
     python3 dev.py setup                   the environment alone
@@ -56,7 +58,9 @@ def main() -> int:
     choices = ("recipes", "test", "check", "package", "setup", "site", "links")
     parser.add_argument("command", choices=choices)
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--all", action="store_true", help="recipes: more than the smoke tier")
+    parser.add_argument(
+        "--all", action="store_true", help="recipes, test: more than the first tier"
+    )
     arguments, rest = parser.parse_known_args()
     if not LOWEST <= sys.version_info[:2] < ABOVE:
         found = f"{sys.version_info[0]}.{sys.version_info[1]}"
@@ -76,7 +80,7 @@ def main() -> int:
     if arguments.command == "recipes":
         return train(rest, is_smoke=not (rest or arguments.all))
     if arguments.command == "test":
-        return run_pytest(*rest)
+        return run_pytest("--tier", "all" if arguments.all else "everyday", *rest)
     if arguments.command in ("check", "package"):
         return check() if arguments.command == "check" else try_package(*rest)
     if arguments.command == "setup":

@@ -30,6 +30,7 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Environment:
         return skip(f"needs the package index and uv of `python3 dev.py setup`: {error}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", CHECKS)
 def test_the_oldest_pytest_runs_and_reports_everything(
     name: str, old: Environment, tmp_path: Path

@@ -128,6 +128,13 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Pages:
     return Pages(tmp_path_factory.mktemp("pages"))
 
 
+@pytest.mark.everyday(
+    "README.md",
+    "docs/start.md",
+    "docs/tutorials/any-program.md",
+    "docs/tutorials/first-distributed-test.md",
+    "docs/tutorials/first-workload.md",
+)
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_a_page_runs_as_it_is_typed(page: Path, runner: Pages) -> None:
     if problems := runner.problems(page):
@@ -139,11 +146,13 @@ def variables(env: Mapping[str, str]) -> dict[str, str]:
     return {key: value for key, value in env.items() if os.environ.get(key) != value}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", pages_that_need("Slurm"), ids=name_of)
 def test_a_page_runs_on_slurm(page: Path, runner: Pages, slurm_lab: SlurmLab) -> None:
     assert "\n\n".join(runner.run(page, "Slurm", variables(slurm_lab.env))) == ""
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("page", pages_that_need("Docker"), ids=name_of)
 def test_a_page_runs_with_docker(page: Path, runner: Pages, docker_lab: DockerLab) -> None:
     assert "\n\n".join(runner.run(page, "Docker", variables(docker_lab.env))) == ""

@@ -43,6 +43,7 @@ PROGRAMS = sorted(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
 def test_an_examination_finds_what_it_imports(program: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

@@ -57,6 +57,7 @@ def without(room: str, site: Path) -> None:
     table.write_text(text)
 
 
+@pytest.mark.everyday("flaky", "pages", "repro")
 @pytest.mark.parametrize("room", [room for room in ROOMS if room not in HALLS])
 def test_a_room_can_be_taken_out(room: str, tmp_path: Path) -> None:
     without(room, tmp_path / "site")

@@ -19,9 +19,12 @@ $ pytest --executor slurm
 ```
 """
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: python3 dev.py site"
-)
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(
+        importlib.util.find_spec("sphinx") is None, reason="needs Sphinx: python3 dev.py site"
+    ),
+]
 
 
 def build(root: Path, index: str) -> subprocess.CompletedProcess[str]:

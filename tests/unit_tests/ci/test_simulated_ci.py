@@ -13,6 +13,8 @@ from run_simulation import Scenario, simulate
 
 from pytest_megatron.ci.workflow import GITLAB_FILE
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +22,7 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
 
 
+@pytest.mark.everyday
 def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
     """If anything happens to jobs, the verdict fails and names them."""
     scenario = Scenario(

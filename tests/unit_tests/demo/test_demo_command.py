@@ -8,7 +8,10 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 from literate import ROOT, Block, missing, steps_of
+
+pytestmark = pytest.mark.nightly
 
 SURROUNDINGS = {
     "GIT_AUTHOR_NAME": "A hook",

@@ -39,6 +39,8 @@ from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import AttemptListener, End, Progress
 from pytest_megatron.workloads.verdict.losses import FiniteLosses
 
+pytestmark = pytest.mark.nightly
+
 SOURCE = Path(pytest_megatron.__file__).parents[1]
 READY = "[default0]:up"  # as torch.distributed.run copies a line of rank 0
 
@@ -242,6 +244,7 @@ def test_memory_that_is_used_up_is_told_from_a_crash(place: Place) -> None:
     assert kind_of(place.run(place.order(*bash("kill -9 $$")), engine)) is None
 
 
+@pytest.mark.everyday
 def test_a_container_that_somebody_kills_is_lost_and_one_that_is_stopped_cancelled(
     place: Place,
 ) -> None:
@@ -432,6 +435,7 @@ def test_a_daemon_that_ends_is_an_error_and_another_one_is_used(place: Place) ->
     assert [end.returncode for end in place.run(place.order("true"), engine).ends] == [0]
 
 
+@pytest.mark.everyday
 def test_a_recipe_is_trained_and_judged_as_it_is_here(place: Place, tmp_path: Path) -> None:
     """A whole session on a real recipe, in the project's own checkout."""
     place.engine(network="none")

@@ -16,6 +16,8 @@ from slurm_orders import Run, on_lab, outcomes, until
 from pytest_megatron.engines.slurm.engine import SlurmEngine
 from pytest_megatron.workloads.engine.api import SubmissionOutcome, TroubleKind
 
+pytestmark = pytest.mark.nightly
+
 FOREVER = 'touch "up-$ITEM"; exec sleep 1000'
 _LIMIT_S = 150.0  # a limit of one minute is looked at every half minute
 NOT_NODE4 = ("node1", "node2", "node3")

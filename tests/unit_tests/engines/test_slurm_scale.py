@@ -8,6 +8,8 @@ import pytest
 from labs import SlurmLab
 from slurm_scale import ScaleRun, kinds_of
 
+pytestmark = pytest.mark.nightly
+
 NUM_JOBS = 12
 
 

@@ -32,6 +32,8 @@ from pytest_megatron.workloads.verdict.driver import train
 from pytest_megatron.workloads.verdict.job import WorkloadJob, check_job
 from pytest_megatron.workloads.verdict.retry import RetryPolicy
 
+pytestmark = pytest.mark.nightly
+
 ROOT = Path(__file__).parents[3]
 RECIPE = """\
 type: basic
@@ -201,6 +203,7 @@ def test_a_task_that_is_killed_ends_the_others_and_is_named(
     assert record.trouble.text == f"task 1 on {host} was lost: it was killed, or its node is gone"
 
 
+@pytest.mark.everyday
 def test_a_node_that_is_lost_ends_the_others_and_is_named(
     slurm_lab: SlurmLab, tmp_path: Path
 ) -> None:

@@ -3,11 +3,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
 from labs import SlurmLab
 
 from pytest_megatron.doctor.checks.machine import check_slurm
 from pytest_megatron.doctor.facts import SystemView
 from pytest_megatron.doctor.probes.machine import look_at_slurm
+
+pytestmark = pytest.mark.nightly
 
 
 def test_doctor_knows_a_client_whose_sacct_does_not_say_its_version(slurm_lab: SlurmLab) -> None:

@@ -11,6 +11,8 @@ import pytest
 from junit import junit_results
 from labs import DEADLINE_S, SlurmLab, wait_until
 
+pytestmark = pytest.mark.nightly
+
 SUITE = """
 import faulthandler, os
 import pytest

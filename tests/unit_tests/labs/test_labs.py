@@ -9,6 +9,8 @@ import psutil
 import pytest
 from labs import NUM_NODES, DockerLab, SlurmLab, wait_until
 
+pytestmark = pytest.mark.nightly
+
 HOLDER = """
 import os, signal, sys
 from labs import {lab}

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from gang_suite import READS_RANK, Run, Suite
 
+pytestmark = pytest.mark.nightly
+
 LEAKS = Path(__file__).parents[2] / "leaks"
 _LEFT = re.compile(r"ERROR at teardown of (\S+) _+\n(?:.*\n)?.*the test left behind: (.*)")
 
@@ -33,6 +35,7 @@ def expected(file: Path) -> dict[str, str]:
     raise AssertionError(file)
 
 
+@pytest.mark.everyday
 def test_each_leaker_fails_with_what_it_left_and_no_other_test(suite: Suite) -> None:
     for file in LEAKS.glob("*.py"):
         shutil.copy(file, suite.root)

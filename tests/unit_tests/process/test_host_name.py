@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 # Names that are addresses need no hosts file: 192.0.2.0/24 and .invalid are nobody's.
 NAMES = ("localhost", "127.0.0.1", "192.0.2.9", "12345", "no-such-host.invalid")
 LOOKS = """

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 EXAM = Path(__file__).resolve().parents[2] / "traces" / "run_exam.py"
 
 

@@ -14,6 +14,8 @@ import pytest
 from gang_suite import wait_until
 from rank_suite import DEADLINE_S, Run, Suite
 
+pytestmark = pytest.mark.nightly
+
 FAILING = """
     def test_fails(rank):
         number = rank + 40
@@ -44,6 +46,7 @@ def stopped(run: Run) -> list[str]:
     return [line.strip("> ") for line in run.lines if line.startswith(">>") and "rank " in line]
 
 
+@pytest.mark.everyday
 def test_the_first_rank_that_fails_stops_and_the_session_goes_on(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", FAILING)
     run = suite.run("--ranks", "2", "--pdb", stdin="p number * 10\nc\n")

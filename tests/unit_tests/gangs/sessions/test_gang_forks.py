@@ -9,6 +9,8 @@ from textwrap import dedent
 import pytest
 from gang_suite import READS_RANK, Suite
 
+pytestmark = pytest.mark.nightly
+
 HELPERS = """
     import multiprocessing
     import os

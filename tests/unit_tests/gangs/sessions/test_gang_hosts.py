@@ -11,6 +11,8 @@ from gang_suite import Suite, wait_until
 
 from pytest_megatron.session.arguments import findable
 
+pytestmark = pytest.mark.nightly
+
 TESTS = """
     import torch
     import torch.distributed as dist

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
+pytestmark = pytest.mark.nightly
+
 SUITE = """
     import contextlib
     import os
@@ -70,6 +72,7 @@ SUITE = """
     """
 
 
+@pytest.mark.everyday
 def test_every_test_has_processes_of_its_own_whatever_became_of_others(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_isolated=SUITE)
     run = suite.run("-v", "--ranks=2", "-omegatron_rank_grace=0.2")

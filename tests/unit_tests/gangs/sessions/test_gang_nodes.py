@@ -12,8 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+import pytest
 from forked_sessions import Session, start_session
 from junit import junit_results
+
+pytestmark = pytest.mark.nightly
 
 DEADLINE_S = 60.0
 MARK = "GANG_NODES_TEST"  # in the environment of every process of a cluster
@@ -204,6 +207,7 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.everyday
 def test_every_node_shows_what_ran_on_all_of_them(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, MEETING + SUITE)
     cluster.start(1)
@@ -277,6 +281,7 @@ def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
     assert cluster.results(1) == cluster.results(0)
 
 
+@pytest.mark.everyday
 def test_a_lost_node_fails_the_running_test_and_those_that_need_it(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, HANGING)
     cluster.start(0)
@@ -292,6 +297,7 @@ def test_a_lost_node_fails_the_running_test_and_those_that_need_it(tmp_path: Pat
     }
 
 
+@pytest.mark.everyday
 def test_a_killed_controller_ends_every_node(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, HANGING)
     controller = cluster.start(0)

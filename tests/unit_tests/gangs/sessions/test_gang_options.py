@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite
 
+pytestmark = pytest.mark.nightly
+
 CHOICE = """
     import os
     import pytest
@@ -34,6 +36,7 @@ def ran(suite: Suite) -> str:
     return letters
 
 
+@pytest.mark.everyday
 def test_choosing_and_stopping(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(
         test_choice=CHOICE, **{"pytest.ini": "[pytest]\nmarkers = slow\naddopts = --ranks=2 -v\n"}

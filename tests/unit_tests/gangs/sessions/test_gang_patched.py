@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from gang_suite import Suite
+
+pytestmark = pytest.mark.nightly
 
 # The names are from suites of Megatron-LM, vLLM, NeMo-RL and others; each raises when it is called.
 CONFTEST = """

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite
 
+pytestmark = pytest.mark.nightly
+
 RERUNS = """
     import os
     import pytest

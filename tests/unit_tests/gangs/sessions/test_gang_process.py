@@ -7,7 +7,10 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from gang_suite import Suite
+
+pytestmark = pytest.mark.nightly
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "PYTORCH_NVML_BASED_CUDA_CHECK")
 SEEDS = """

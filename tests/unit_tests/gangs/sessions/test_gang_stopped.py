@@ -12,6 +12,8 @@ import psutil
 import pytest
 from gang_suite import READS_RANK, Suite, wait_until
 
+pytestmark = pytest.mark.nightly
+
 LIMIT_S = 3
 ENDS = """
     import time
@@ -131,6 +133,7 @@ def test_a_test_that_stops_the_fork_server_is_named_and_the_server_goes_on(tmp_p
     assert run.stdout.index("test_stops.py::test_stops\n") < run.stdout.index(told)
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("how", ["forked", "collects"])
 def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: str) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
@@ -195,6 +198,7 @@ def test_a_controller_that_is_killed_while_torch_is_loaded_leaves_no_socket(
     assert not list(temp.glob("ptm-*"))
 
 
+@pytest.mark.everyday
 def test_a_test_that_kills_the_fork_server_fails_and_no_other(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_kills="""

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from rank_suite import Run, Suite
 
+pytestmark = pytest.mark.nightly
+
 FILES = {
     "library.py": """\
         def double(n):
@@ -106,6 +108,7 @@ def suite(recorded: Path, tmp_path: Path) -> Suite:
     return Suite(root=Path(shutil.copytree(recorded, tmp_path / "suite")))
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("name", "old", "new", "selected"),
     [

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from gang_suite import READS_RANK, Suite
 
+pytestmark = pytest.mark.nightly
+
 TESTS = """
     import os
 

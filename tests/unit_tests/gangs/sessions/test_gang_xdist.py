@@ -12,6 +12,8 @@ from gang_suite import Suite, wait_until
 
 from pytest_megatron.gpu.host import Gpu, is_awaited, lease_gpus
 
+pytestmark = pytest.mark.nightly
+
 MIXED = """
     import os
     import unittest
@@ -53,6 +55,7 @@ MIXED = """
     """
 
 
+@pytest.mark.everyday
 def test_workers_run_gangs_of_their_own(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_a=MIXED, test_b=MIXED)
     run = suite.run("--ranks=2", "-n", "2", "--dist=loadfile", "--junitxml=junit.xml", "-rA")

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from tiny_project import Project, Run, loss_of
 
+pytestmark = pytest.mark.nightly
+
 HAS_FT_LAUNCHER = importlib.util.find_spec("nvidia_resiliency_ext") is not None
 FT = {"LAUNCHER": "ft_launcher"}
 
@@ -36,6 +38,7 @@ def test_the_ranks_of_all_nodes_train_together_and_log_by_their_rank(run: Run) -
     assert loss_of(phase / "metrics.json").steps[-1] == 10
 
 
+@pytest.mark.everyday
 def test_a_failure_on_another_node_than_the_first_fails_the_workload(run: Run) -> None:
     """In Megatron-LM nodes but the first end with 0, also if their training failed."""
     assert run.verdict("kill") == ("FAILED", "failed")

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.workloads.engine.config_file import json_schema
+from pytest_megatron.engines.config import json_schema
 
 _TYPES = {
     "array": "list",

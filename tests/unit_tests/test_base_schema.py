@@ -174,7 +174,7 @@ def test_pydantic_is_imported_with_the_first_check() -> None:
         "import pytest_megatron.pages.command, pytest_megatron.runs.find\n"
         "import pytest_megatron.triage.api\n"
         "import pytest_megatron.ci.summary.model\n"
-        "import pytest_megatron.workloads.engine.config\n"
+        "import pytest_megatron.engines.config\n"
         "pytest_megatron.ci.table.built_in_table(), signatures.builtin_table()\n"
         "import pytest_megatron.runs.record as record\n"
         "record.to_json(record.RecordedHealthFile())\n"

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pytest_megatron.engines.config import read_docker_config
 from pytest_megatron.engines.docker.messages import (
     ANSWER,
     JOB_DIR,
@@ -44,7 +45,6 @@ from pytest_megatron.workloads.engine.api import (
     SubmissionOutcome,
     TroubleKind,
 )
-from pytest_megatron.workloads.engine.config_file import read_docker_config
 from pytest_megatron.workloads.engine.local import LeasingEngine
 from pytest_megatron.workloads.engine.records import (
     JobSpec,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, TypeAdapter
 
-from pytest_megatron.workloads.engine.config import DockerConfig
+from pytest_megatron.engines.config import DockerConfig
 
 JOB_DIR = "/pytest-megatron-job"  # where a container sees its own directory
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.engines.config import LaunchMode, SlurmConfig
 from pytest_megatron.engines.multitask.coordinator import Participant, Team, TeamProcess
 from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES, Begin, Join, Meeting
 from pytest_megatron.engines.multitask.topology import (
@@ -23,7 +24,6 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.health import HealthWatch
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.process.guarded import RunningCommand
-from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
 from pytest_megatron.workloads.engine.records import JobSpec
 from pytest_megatron.workloads.recipe.case import Launcher
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Started, inherited

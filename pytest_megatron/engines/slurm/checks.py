@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
+from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.slurm.script import place_of
 from pytest_megatron.engines.slurm.shape import flag_words, place_flags
 from pytest_megatron.engines.slurm.submit import SlurmAwayError
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
-from pytest_megatron.workloads.engine.config import SlurmConfig
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.check import findings_of
 from pytest_megatron.workloads.training.checks.rules import CheckFinding, RuleMatch

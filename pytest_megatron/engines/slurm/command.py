@@ -18,6 +18,7 @@ from pytest_megatron.base.command import PATH, echo_error
 from pytest_megatron.base.findings import as_error
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import listed, nearest
+from pytest_megatron.engines.config import LaunchMode, SlurmConfig, read_slurm_config
 from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
 from pytest_megatron.engines.slurm.checks import SlurmChecks
 from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts
@@ -39,8 +40,6 @@ from pytest_megatron.errors import LaunchError, RecipeError, SelectionError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
-from pytest_megatron.workloads.engine.config import LaunchMode, SlurmConfig
-from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.engine.records import JobSpec, write_spec
 from pytest_megatron.workloads.recipe.load import default_recipes, find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.megatron_row import native_rows

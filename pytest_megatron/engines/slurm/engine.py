@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.base.text import counted
+from pytest_megatron.engines.config import read_slurm_config
 from pytest_megatron.engines.slurm.checks import SlurmChecks
 from pytest_megatron.engines.slurm.journal import JobEnd, Journal
 from pytest_megatron.engines.slurm.script import ScriptWriter
@@ -52,7 +53,6 @@ from pytest_megatron.workloads.engine.api import (
     TroubleKind,
     Update,
 )
-from pytest_megatron.workloads.engine.config_file import read_slurm_config
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.checks.rules import CheckFinding
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting

@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
 from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.workloads.engine.api import Resources
-from pytest_megatron.workloads.engine.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
-from pytest_megatron.errors import LaunchError
-from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.workloads.engine.api import Resources
-from pytest_megatron.workloads.engine.config import (
+from pytest_megatron.engines.config import (
     GPUS_OF_RECIPE,
     EnvironmentNodes,
     LaunchMode,
     SlurmConfig,
     UvSyncConfig,
 )
+from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.gpu.host import CPU_PLATFORM
+from pytest_megatron.workloads.engine.api import Resources
 
 WORKER = "pytest_megatron.engines.worker"
 SPEC_VARIABLE = "spec"

@@ -19,6 +19,7 @@ from labs import DockerLab, wait_until
 from worker_engine import Silent
 
 import pytest_megatron
+from pytest_megatron.engines.config import read_docker_config
 from pytest_megatron.engines.docker.driver import LABEL_OWNER, owner
 from pytest_megatron.engines.docker.engine import DockerEngine
 from pytest_megatron.engines.docker.inside import _hand_over
@@ -34,7 +35,6 @@ from pytest_megatron.workloads.engine.api import (
     SubmissionOutcome,
 )
 from pytest_megatron.workloads.engine.api import TroubleKind as Kind
-from pytest_megatron.workloads.engine.config_file import read_docker_config
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import AttemptListener, End, Progress
 from pytest_megatron.workloads.verdict.losses import FiniteLosses

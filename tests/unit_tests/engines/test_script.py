@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.engines.slurm import script
-from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts, place_of
-from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
-from pytest_megatron.errors import LaunchError
-from pytest_megatron.workloads.engine.api import Resources
-from pytest_megatron.workloads.engine.config import (
+from pytest_megatron.engines.config import (
     ContainerConfig,
     LaunchMode,
     SlurmConfig,
     UvSyncConfig,
 )
+from pytest_megatron.engines.slurm import script
+from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts, place_of
+from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
+from pytest_megatron.errors import LaunchError
+from pytest_megatron.workloads.engine.api import Resources
 
 SCRIPTS = Path(__file__).parent / "scripts"
 RUN = Path("/shared/nemo_run tests/run 1")  # a blank, and the name of nemo-run's own directory

@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.engines.config import (
+    ContainerConfig,
+    EnvironmentNodes,
+    LaunchMode,
+    PlaceConfig,
+    SlurmConfig,
+    UvSyncConfig,
+)
 from pytest_megatron.engines.slurm.shape import (
     ShapePaths,
     gpu_flags,
@@ -18,14 +26,6 @@ from pytest_megatron.engines.slurm.shape import (
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import Resources
-from pytest_megatron.workloads.engine.config import (
-    ContainerConfig,
-    EnvironmentNodes,
-    LaunchMode,
-    PlaceConfig,
-    SlurmConfig,
-    UvSyncConfig,
-)
 
 PATHS = ShapePaths(root=Path("/p"), run_dir=Path("/r"), logs=Path("/r/logs"))
 GPUS = Resources(

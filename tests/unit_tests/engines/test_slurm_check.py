@@ -13,11 +13,11 @@ import pytest
 from labs import SlurmLab
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.engines.config import SlurmConfig
 from pytest_megatron.engines.slurm.checks import SlurmChecks
 from pytest_megatron.engines.slurm.submit import RealSlurm, SlurmAwayError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import EngineContext, Resources
-from pytest_megatron.workloads.engine.config import SlurmConfig
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.plan import Setting
 

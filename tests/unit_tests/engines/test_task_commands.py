@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.engines.config import LaunchMode
 from pytest_megatron.engines.multitask.coordinator import RankExit, first_line, format_table
 from pytest_megatron.engines.multitask.messages import Begin, Join, Meeting, Turn
 from pytest_megatron.engines.multitask.step import begin_phase
@@ -12,7 +13,6 @@ from pytest_megatron.engines.multitask.topology import TaskPlace, find_place, fi
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.triage.logs.exits import LITERALS, ProcessExit, read_exits
-from pytest_megatron.workloads.engine.config import LaunchMode
 from pytest_megatron.workloads.recipe.case import Launcher
 from pytest_megatron.workloads.training.plan.plan import PhasePlan, Ranks, started
 

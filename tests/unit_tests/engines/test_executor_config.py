@@ -6,19 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.errors import ConfigError
-from pytest_megatron.workloads.engine.config import (
+from pytest_megatron.engines.config import (
     ContainerConfig,
     DockerConfig,
     LaunchMode,
     SlurmConfig,
     minutes_of,
-)
-from pytest_megatron.workloads.engine.config_file import (
     read_docker_config,
     read_executor_config,
     read_slurm_config,
 )
+from pytest_megatron.errors import ConfigError
 
 CLUSTER = """\
 format_version: 1

@@ -298,39 +298,52 @@ class Attempt:
         return sum(end.duration_s for end in self.ends) or self.lost_s
 
 
-def judge_attempt(
+def why_it_ended(
+    ends: Sequence[PhaseEnd], last_phase: int, time_limit_s: float, table: Table | None = None
+) -> FailureCause | None:
+    """Return what is wrong with the end of the last phase that ran, None of a good end.
+
+    Args:
+        ends: The phases in order; at most the last of them is not clean.
+        last_phase: Number of the last phase of the plan.
+        time_limit_s: For the text.
+        table: The signatures; None takes those of the package.
+    """
+    last = ends[-1]
+    if last.is_clean and last.end is not End.NOT_EXITED:
+        return None
+    cause = why_it_failed(last, time_limit_s, table)
+    is_over = last.end is End.NOT_EXITED and last.plan.number == last_phase
+    if last.is_clean and (cause.diagnosis is None or not is_over):
+        return None
+    return replace(cause, is_after_training=is_over)
+
+
+def judge_metrics(
     ends: Sequence[PhaseEnd],
     *,
-    metric_names: Sequence[str] | None,
-    time_limit_s: float,
+    names: Sequence[str] | None,
+    is_over: bool = True,
     target: Target | None = None,
     is_rl: bool = False,
     table: Table | None = None,
 ) -> tuple[tuple[MetricMap, ...], FailureCause | None]:
-    """Return what the phases measured and what is wrong with them, if anything.
+    """Return what the phases measured and what is wrong with it, if anything.
 
     Args:
-        ends: The phases in order; at most the last of them is not clean.
-        metric_names: What must have been measured; None for a script that judges itself.
-        time_limit_s: For the text.
+        ends: The phases in order.
+        names: What must have been measured; None for a script that judges itself.
+        is_over: Whether the last of them trained to its end.
         target: Where a release ends; its windows are then parts of one training.
         is_rl: Whether the loss may stand under another name.
         table: The signatures; None takes those of the package.
     """
     measured: list[MetricMap] = []
     resumes_after = None
-    for end in ends:
-        if end.end is End.STOPPED:
-            with contextlib.suppress(MetricsError):  # it was read while the phase ran
-                measured.append(measured_in(end.plan.dirs, is_rl=is_rl))
-        if not end.is_clean:
-            return tuple(measured), why_it_failed(end, time_limit_s, table)
-        if metric_names is None:
-            continue
-        if not metric_names:  # of a few steps there may be nothing
-            measured.append({})
-            with contextlib.suppress(MetricsError):
-                measured[-1] = measured_in(end.plan.dirs, is_rl=is_rl)
+    trained = ends if is_over else ends[:-1]
+    for end in () if names is None else trained:
+        if not names:  # of a few steps there may be nothing
+            measured.append(_measured_so_far(end, is_rl=is_rl) or {})
             continue
         left = left_behind(end.num_left)
         if not has_measured(end.plan.dirs):
@@ -340,7 +353,7 @@ def judge_attempt(
                 see=str(end.plan.dirs.root),
             )
         try:
-            metrics = measured_in(end.plan.dirs, is_rl=is_rl, names=metric_names)
+            metrics = measured_in(end.plan.dirs, is_rl=is_rl, names=names)
         except MetricsError as error:
             far = "" if end.progress is None else f" {_when(end)}"
             return tuple(measured), FailureCause(
@@ -350,26 +363,30 @@ def judge_attempt(
         last = end.plan.last_iteration
         if target is not None and end is ends[-1]:
             metrics, last = join_windows(measured), target.iteration
-        problem = find_problem(metrics, metric_names, last, left) or _not_resumed(
+        problem = find_problem(metrics, names, last, left) or _not_resumed(
             measured[-1],
-            metric_names,
+            names,
             end.plan.resumes_after or resumes_after,
             is_own=isinstance(end.plan.origin, Saved),
         )
         resumes_after = end.saved
         if problem:
-            return tuple(measured), cause_of_measured(
-                problem, str(end.plan.dirs.launcher_log), table, when=_phase(end)
+            text = make_headline("", problem, when=_phase(end))
+            see = str(end.plan.dirs.launcher_log)
+            return tuple(measured), FailureCause(
+                text=text, see=see, signature=_known(problem, table)
             )
+    if not is_over and ends[-1].end is End.STOPPED:  # it was read while the phase ran
+        found = _measured_so_far(ends[-1], is_rl=is_rl)
+        measured += [] if found is None else [found]
     return tuple(measured), None
 
 
-def cause_of_measured(
-    problem: str, see: str, table: Table | None, *, when: str = ""
-) -> FailureCause:
-    """Return the cause of an attempt that ended well and measured something wrong."""
-    text = make_headline("", problem, when=when)
-    return FailureCause(text=text, see=see, signature=_known(problem, table))
+def _measured_so_far(end: PhaseEnd, *, is_rl: bool) -> MetricMap | None:
+    """Return what a phase measured; None where that cannot be read."""
+    with contextlib.suppress(MetricsError):
+        return measured_in(end.plan.dirs, is_rl=is_rl)
+    return None
 
 
 def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
@@ -552,7 +569,6 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
         rank=end.hung_rank if root.root_rank is None else root.root_rank,
         signature=signature_of(found),
         diagnosis=found,
-        is_after_training=end.end is End.NOT_EXITED,
     )
 
 
@@ -569,7 +585,6 @@ def _why_it_stayed(end: PhaseEnd, table: Table | None) -> FailureCause:
         evidence=next(iter(stacks.values()), tail(end.plan.dirs.launcher_log)),
         rank=min(end.waiting),
         signature=_known(what, table),
-        is_after_training=True,
     )
 
 
@@ -645,23 +660,14 @@ def _ended(exit_code: int) -> str:
 
 
 def judge_generation(
-    ends: Sequence[PhaseEnd],
-    *,
-    metric_names: Sequence[str],
-    time_limit_s: float,
-    table: Table | None = None,
+    end: PhaseEnd, names: Sequence[str]
 ) -> tuple[Generation | None, FailureCause | None]:
     """Return what an inference program generated and what is wrong with it, if anything.
 
     Args:
-        ends: Ends of the phases; there is one.
-        metric_names: What must be there, for the run or for every request.
-        time_limit_s: For the text.
-        table: The signatures; None takes those of the package.
+        end: The end of its only phase.
+        names: What must be there, for the run or for every request.
     """
-    (end,) = ends
-    if not end.is_clean:
-        return None, why_it_failed(end, time_limit_s, table)
     path = end.plan.dirs.generated
     if not path.exists():
         text = (
@@ -675,7 +681,7 @@ def judge_generation(
         return None, FailureCause(text=f"the program ended with exit code 0, but {error}")
     if generation is None:
         return None, FailureCause(text=f"{path}: holds series of a training, expected requests")
-    for name in metric_names:
+    for name in names:
         if not generation.has(name):
             text = missing_metric(generation, name)
             return generation, FailureCause(text=text, see=str(path))

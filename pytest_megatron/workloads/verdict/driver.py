@@ -34,25 +34,21 @@ from pytest_megatron.workloads.engine.api import (
 )
 from pytest_megatron.workloads.golden.compare.result import Comparison
 from pytest_megatron.workloads.golden.store import write_metrics
-from pytest_megatron.workloads.recipe.case import (
-    CaseMode,
-    TestType,
-)
+from pytest_megatron.workloads.recipe.case import CaseMode
 from pytest_megatron.workloads.training.plan.phases import iteration_name
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
-    End,
     ForwardingListener,
 )
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
     FailureCause,
     decide_training,
-    judge_attempt,
     judge_generation,
+    judge_metrics,
     note_triage,
-    why_it_failed,
+    why_it_ended,
 )
 from pytest_megatron.workloads.verdict.gradients import (
     compare_gradients,
@@ -61,9 +57,6 @@ from pytest_megatron.workloads.verdict.gradients import (
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
 from pytest_megatron.workloads.verdict.losses import FiniteLosses
 from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
-
-_RESUMES = (TestType.CKPT_RESUME, TestType.FROZEN_RESUME)
-
 
 _LOG = logging.getLogger("pytest_megatron.workloads")
 
@@ -309,76 +302,62 @@ def _redact(job: WorkloadJob, plan: AttemptPlan, outcome: SubmissionOutcome) -> 
 
 
 def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attempt:
-    """Read the files of an attempt, and judge them."""
-    late = _why_only_late(job, plan, attempt)
-    if late is not None:
-        *earlier, last = attempt.ends
-        whole = replace(last, end=End.EXITED, returncode=0)
-        judged = judge_files(job, plan, replace(attempt, ends=(*earlier, whole)))
-        return _with_late(replace(judged, ends=attempt.ends), late)
+    """Read the files of an attempt, and judge them: how it ended, and apart what it measured."""
+    last_phase = max(phase.number for phase in plan.phases)
+    failed = why_it_ended(attempt.ends, last_phase, plan.time_limit_s, job.table)
+    is_over = failed is None or failed.is_after_training
     mode = CaseMode.PRETRAINING if job.case is None else job.case.mode
     if mode is CaseMode.INFERENCE:
-        generation, cause = judge_generation(
-            attempt.ends,
-            metric_names=job.metric_names or (),
-            time_limit_s=plan.time_limit_s,
-            table=job.table,
-        )
-        return replace(attempt, generation=generation, cause=cause)
-    metrics, cause = judge_attempt(
+        if not is_over:
+            return replace(attempt, cause=failed)
+        generation, cause = judge_generation(attempt.ends[0], job.metric_names or ())
+        return replace(attempt, generation=generation, cause=_joined(failed, cause))
+    metrics, cause = judge_metrics(
         attempt.ends,
-        metric_names=job.required_metrics,
-        time_limit_s=plan.time_limit_s,
+        names=job.required_metrics,
+        is_over=is_over,
         target=plan.target,
         is_rl=mode is CaseMode.RL,
         table=job.table,
     )
     for end, measured in zip(attempt.ends, metrics, strict=False):
         write_metrics(end.plan.dirs.metrics, measured)
-    attempt = replace(attempt, metrics=metrics, cause=cause)
+    attempt = replace(attempt, metrics=metrics)
     if attempt.is_in_windows and metrics:
         write_metrics(attempt.whole_path, attempt.whole)
-    if cause is not None:
-        return attempt
-    return _with_gradients(job, attempt)
+    if is_over and cause is None and job.gradient_tolerance is not None:
+        try:
+            attempt = replace(attempt, gradients=_gradients(job, attempt, job.gradient_tolerance))
+        except MetricsError as error:
+            cause = FailureCause(text=str(error))
+    return replace(attempt, cause=_joined(failed, cause))
 
 
-def _why_only_late(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> FailureCause | None:
-    """Return the failure of an attempt that came after its last training, None for another."""
-    last = attempt.ends[-1] if attempt.ends else None
-    if last is None or last.end is not End.NOT_EXITED:
-        return None
-    if last.plan.number != max(phase.number for phase in plan.phases):
-        return None
-    late = why_it_failed(last, plan.time_limit_s, job.table)
-    return None if last.is_clean and late.diagnosis is None else late
+def _joined(failed: FailureCause | None, measured: FailureCause | None) -> FailureCause | None:
+    """Return the cause of an attempt from those of its end and of what it measured before."""
+    if failed is None or measured is None:
+        return failed or measured
+    if not failed.is_after_training:  # of a later phase
+        return measured
+    return replace(failed, text=f"{failed.text}; {measured.text}", is_after_training=False)
 
 
-def _with_late(attempt: Attempt, late: FailureCause) -> Attempt:
-    """Return an attempt that was judged without its late failure, with that as well."""
-    if attempt.cause is None:
-        return replace(attempt, cause=late)
-    text = f"{late.text}; {attempt.cause.text}"
-    return replace(attempt, cause=replace(late, text=text, is_after_training=False))
+def _gradients(
+    job: WorkloadJob, attempt: Attempt, tolerance: float
+) -> tuple[tuple[str, tuple[Comparison, ...]], ...]:
+    """Compare the checkpoints of an attempt that trained with each layout.
 
-
-def _with_gradients(job: WorkloadJob, attempt: Attempt) -> Attempt:
-    """Return a clean attempt with the comparison of its checkpoints, where it has any."""
-    tolerance = job.gradient_tolerance
-    if tolerance is None:
-        return attempt
-    try:
-        (name, first), *others = _checkpoints(attempt)
-        measured = measure_gradients(
-            sys.executable, first, [path for _, path in others], job.setting.env
-        )
-    except MetricsError as error:
-        return replace(attempt, cause=FailureCause(text=str(error)))
-    compared: list[tuple[str, tuple[Comparison, ...]]] = [
+    Raises:
+        MetricsError: A checkpoint cannot be read.
+    """
+    (name, first), *others = _checkpoints(attempt)
+    measured = measure_gradients(
+        sys.executable, first, [path for _, path in others], job.setting.env
+    )
+    return tuple(
         (other, compare_gradients(found, tolerance, name=name, where=str(first)))
         for (other, _), found in zip(others, measured, strict=True)
-    ]
-    return replace(attempt, gradients=tuple(compared))
+    )
 
 
 def _checkpoints(attempt: Attempt) -> list[tuple[str, Path]]:

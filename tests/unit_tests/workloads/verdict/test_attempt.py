@@ -16,7 +16,8 @@ from pytest_megatron.workloads.verdict.attempt import (
     FailureCause,
     _innermost,
     find_problem,
-    judge_attempt,
+    judge_metrics,
+    why_it_ended,
 )
 
 
@@ -53,7 +54,7 @@ def write_lines(root: Path, losses: dict[int, float], name: str = "lm loss") -> 
 
 def cause_of(end: PhaseEnd, *names: str) -> FailureCause | None:
     names = names or ("lm loss",)
-    return judge_attempt([end], metric_names=names, time_limit_s=60)[1]
+    return why_it_ended([end], 1, 60) or judge_metrics([end], names=names)[1]
 
 
 def text_of(end: PhaseEnd, *names: str) -> str:
@@ -126,8 +127,18 @@ def test_no_metrics_are_a_cause(tmp_path: Path) -> None:
 
 
 def test_a_script_judges_itself(tmp_path: Path) -> None:
-    measured = judge_attempt([phase(tmp_path)], metric_names=None, time_limit_s=1)
-    assert measured == ((), None)
+    assert judge_metrics([phase(tmp_path)], names=None) == ((), None)
+
+
+@pytest.mark.parametrize(("last_phase", "is_whole"), [(1, True), (2, False)])
+def test_ranks_that_do_not_exit_leave_a_whole_training_only_in_its_last_phase(
+    tmp_path: Path, last_phase: int, *, is_whole: bool
+) -> None:
+    end = replace(phase(tmp_path, returncode=-15, end=End.NOT_EXITED), waiting=(1,))
+    cause = why_it_ended([end], last_phase, 60)
+    assert cause is not None
+    assert cause.text == "trained to the end, and rank 1 did not exit"
+    assert cause.is_after_training is is_whole
 
 
 def test_a_launcher_that_fails_alone_is_quoted_and_looked_up(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from annotated_types import Gt
 
@@ -29,10 +29,11 @@ from pytest_megatron.base.schema import (
     matches,
 )
 from pytest_megatron.base.text import one_of
-from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.workloads.engine.api import GROUP
+
+if TYPE_CHECKING:
+    from pytest_megatron.base.yaml import YamlDocument, YamlPath
 
 GPUS_OF_RECIPE = "{gpus}"  # in `gres`
 _MOST_MINUTES_PARTS = 2
@@ -442,6 +443,10 @@ def read_executor_config(path: Path) -> ExecutorConfig:
         ConfigError: With file and line: it is not there or not YAML, has a key twice or one that
             nobody reads, or a value is not what its key takes.
     """
+    # Jobs import the types alone.
+    from pytest_megatron.base.yaml import read_yaml  # noqa: PLC0415
+    from pytest_megatron.workloads.engine.api import GROUP  # noqa: PLC0415
+
     document = read_yaml(path, error=ConfigError)
     schema.refuse_duplicates(document, ConfigError)
     for (section, key), text in _REMOVED.items():

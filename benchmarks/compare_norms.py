@@ -3,7 +3,7 @@
     python benchmarks/compare_norms.py            # from the curves that are kept, five minutes
 
 `curves/norms.json.gz` holds them of three models in bf16: the CPU workload (`curves/train.py`), an
-LSTM and convolutions (`curves/train_others.py`), the last two calm and chaotic; the norm of the
+LSTM and convolutions, the last two calm and chaotic; the norm of the
 parameters is in the recipes whose name ends in `params`. A golden is made of some reruns as
 `--golden refresh` makes it; each rerun that it has not seen, each other platform and each bug is
 compared with it. No limit of a gradient was chosen with the convolutions in view, none of the

@@ -4,7 +4,7 @@
 
 Meant to be run in parts: a training that the file has is not done again. `curves.json.gz` holds
 losses alone; `norms.json.gz` losses and the norms of gradients (and, in recipes trained later, of
-parameters) of the recipes in `WITH_NORMS` and of other models (`train_others.py`).
+parameters) of the recipes in `WITH_NORMS`, and of other models.
 """
 
 from __future__ import annotations

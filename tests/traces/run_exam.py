@@ -2,13 +2,11 @@
 
     python tests/traces/run_exam.py [--part tuned|held-out|all] [--sample] [--only NAME,...]
     python tests/traces/run_exam.py --forked [...]
-    python tests/traces/run_exam.py --prove
 
 Each question is two rows in the recipe of a scratch project, which `trace compare` trains and
 compares as for a user; then what it found is marked. Exits with 1 if a bug was missed or a clean
 pair was found to differ. `--forked` records and compares the same without a session, in ranks that
-are forked off this process, which takes 2 s of CPU time a question. `--prove` shows without the
-comparison that each bug changes its training and that each clean pair trains (exam_proofs.py).
+are forked off this process, which takes 2 s of CPU time a question.
 """
 
 from __future__ import annotations
@@ -132,7 +130,6 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="file for the marks")
     parser.add_argument("--keep", type=Path, help="directory for the scratch project")
     parser.add_argument("--forked", action="store_true", help="without a session of pytest")
-    parser.add_argument("--prove", action="store_true", help="prove bugs and layouts instead")
     asked = parser.parse_args()
     names = set(SAMPLE if asked.sample else filter(None, asked.only.split(",")))
     questions = [
@@ -142,8 +139,6 @@ def main() -> int:
         and asked.part in ("all", "held-out" if one.is_held_out else "tuned")
         and asked.kind in ("all", "layouts" if one.bug is None else "bugs")
     ]
-    if asked.prove:
-        return prove(questions)
     with tempfile.TemporaryDirectory() as scratch:
         root = asked.keep or Path(scratch)
         start = time.monotonic()
@@ -373,23 +368,6 @@ def table(marks: Sequence[Mark]) -> Iterable[str]:
         if one.is_bug and one.is_passed and not one.is_right:
             word = "wrong module"
         yield f"{word}: {one.name}: {one.verdict} {one.first}"
-
-
-def prove(questions: Sequence[Question]) -> int:
-    """Show that the bugs are real and that the clean pairs train."""
-    from exam_proofs import Trainings, in_a_line, prove_bug, try_layout
-
-    trainings, is_all_real = Trainings(), True
-    for one in questions:
-        if one.bug is None:
-            said = try_layout(one.pair, trainings)
-            is_real = not said.startswith("does not train")
-        else:
-            proof = prove_bug(one.bug, one.dtype, trainings)
-            said, is_real = in_a_line(proof), proof.is_real
-        is_all_real &= is_real
-        print(f"{'real' if is_real else 'NOT REAL'}: {one.name}: {said}", flush=True)
-    return 0 if is_all_real else 1
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ GOLDEN: dict[str, JsonValue] = {
 
 
 def test_the_compact_form_has_a_line_for_each_metric_and_each_fact() -> None:
-    """Pain point 31: goldens were 75 % of all added lines."""
+    """Goldens were 75 % of all added lines."""
     assert lay_out(GOLDEN) == (
         "{\n"
         '  "lm loss": {"start_step": 1, "end_step": 3, "step_interval": 1, '

@@ -132,7 +132,7 @@ def test_broken_json_has_its_line(tree: Tree) -> None:
 
 
 def test_what_is_no_number_has_its_line(tree: Tree) -> None:
-    """Pain point 8: text, nan and inf in goldens are equal."""
+    """Text, nan and inf in goldens are equal."""
     path = tree.golden(tree.beside / NAME)
     document = json.loads(path.read_text())
     document["lm loss"]["values"]["3"] = float("nan")
@@ -181,7 +181,7 @@ def test_a_golden_fits_its_case(tree: Tree) -> None:
 
 
 def test_goldens_that_no_row_reads_are_named(tree: Tree) -> None:
-    """Pain point 31: 544 goldens unread, 103 of them junk."""
+    """544 goldens unread, 103 of them junk."""
     names = ("dev_dgx_h100_2nd", "dev_oldcluster", "lts", "weekly_dgx_h100", "lts_dgx_h100")
     paths = [tree.golden(tree.beside / f"golden_values_{name}.json") for name in names]
     paths.append(tree.golden(tree.root / "golden_values/gpt/nocase" / NAME))

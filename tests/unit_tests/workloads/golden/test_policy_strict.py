@@ -91,7 +91,7 @@ def test_a_golden_of_five_decimals_is_equal_to_a_run_that_rounds_to_it() -> None
 def test_missing_nan_inf_and_text_are_different_failures(
     change: dict[int, Value | None], rule: ComparisonRule
 ) -> None:
-    """Pain point 8: missing, NaN, inf and text are four things, and none equals another."""
+    """Missing, NaN, inf and text are four things, and none equals another."""
     observed: Values = {s: v for s, v in {**LOSS, **change}.items() if v is not None}
     comparison = judge(LOSS, observed)
     step = min(change)

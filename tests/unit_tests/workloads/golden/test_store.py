@@ -139,7 +139,7 @@ def test_the_metrics_of_a_run_are_read_as_they_were_written(tmp_path: Path) -> N
 
 
 def test_a_run_that_left_nothing_is_an_error_whatever_lies_beside_it(tmp_path: Path) -> None:
-    """Pain points 2 and 3: nothing of another attempt is read where an attempt left no logs."""
+    """Nothing of another attempt is read where an attempt left no logs."""
     for name in ("attempt_1/tensorboard", "attempt_2/tensorboard"):
         (tmp_path / name).mkdir(parents=True)
     write_metrics(tmp_path / "attempt_1" / "metrics.json", {"lm loss": LOSS})

@@ -97,7 +97,7 @@ def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
 def test_a_failed_training_names_rank_cause_iteration_and_log(
     run: Run, case: str, cause: str, file: str
 ) -> None:
-    """Pain point 25: a failure of any rank counts, not only that of rank 0."""
+    """A failure of any rank counts, not only that of rank 0."""
     assert run.verdict(case) == ("FAILED", "failed")
     first, *others = run.problem(case).splitlines()
     assert re.sub(r"py:\d+", "py:N", first) == cause
@@ -131,7 +131,7 @@ def test_a_hang_ends_at_its_time_limit_and_says_where_each_rank_was(run: Run) ->
 
 
 def test_a_training_without_metrics_fails_and_names_where_they_were_expected(run: Run) -> None:
-    """Pain point 3: no logs are an error, never an old result."""
+    """No logs are an error, never an old result."""
     assert run.verdict("silent") == ("FAILED", "failed")
     problem = run.problem("silent")
     assert "ended with exit code 0, but wrote no metrics: neither JSON lines" in problem

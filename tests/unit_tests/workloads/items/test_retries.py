@@ -103,7 +103,7 @@ def test_infrastructure_that_fails_to_the_end_is_an_error_and_not_a_failure(run:
 
 def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
     """In Megatron-LM a retry reads the first attempt's data."""
-    """Pain point 2: an attempt is judged from its own files."""
+    """An attempt is judged from its own files."""
     assert run.verdict("wrong_first") == ("PASSED", "flaky")
     attempt = run.item_dir("wrong_first") / "repeat_1" / "attempt_1"
     first = loss_of(attempt / "phase_1" / "tensorboard").values[0]
@@ -111,7 +111,7 @@ def test_wrong_data_of_an_earlier_attempt_is_never_read(run: Run) -> None:
 
 
 def test_right_data_of_an_earlier_attempt_does_not_help_a_later_one_without(run: Run) -> None:
-    """Pain points 2, 3 and 6: neither metrics nor evidence of an earlier attempt count."""
+    """Neither metrics nor evidence of an earlier attempt count."""
     assert run.verdict("silent_second") == ("FAILED", "failed")
     problem = run.problem("silent_second")
     assert "but wrote no metrics: " in problem
@@ -172,7 +172,7 @@ def test_a_lightweight_run_still_fails_where_there_is_no_sound_loss(
 def test_a_lightweight_run_leaves_the_config_and_the_next_full_run_alone(
     modes: Project, lightweight: tuple[dict[str, str], Run]
 ) -> None:
-    """Pain point 1: a lightweight run changes no file, and the next one compares again."""
+    """A lightweight run changes no file, and the next one compares again."""
     before, _ = lightweight
     assert {case: modes.config_path(case).read_text() for case in before} == before
     assert sorted(p.name for p in modes.config_path("nan").parent.iterdir()) == [

@@ -71,7 +71,7 @@ def test_what_is_the_codes_is_never_run_again(run: Run, case: str) -> None:
 
 
 def test_what_an_earlier_attempt_logged_does_not_count_for_a_later_one(run: Run) -> None:
-    """Pain point 6: once one attempt logged a pattern, every later failure counted as flaky."""
+    """Once one attempt logged a pattern, every later failure counted as flaky."""
     assert run.verdict("other") == ("FAILED", "failed")
     assert [a["is_transient"] for a in run.attempts("other")] == [True, False]
 

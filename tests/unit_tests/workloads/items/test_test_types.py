@@ -191,14 +191,14 @@ def test_a_frozen_resume_goes_on_half_way_and_leaves_the_checkpoint_alone(
 def test_a_missing_frozen_checkpoint_is_an_error_that_says_what_to_do(
     run: Run, case: str, problem: str
 ) -> None:
-    """Pain point 10: without its frozen checkpoint a frozen type never passes."""
+    """Without its frozen checkpoint a frozen type never passes."""
     assert run.verdict(case) == ("ERROR", "broken")
     assert run.problem(case).endswith(problem)
     assert list(run.directory.glob(f"*{case}*/repeat_1")) == []
 
 
 def test_a_crash_after_a_frozen_resume_is_a_failure(run: Run) -> None:
-    """Pain point 10: a second phase that crashes fails the workload, and says which phase."""
+    """A second phase that crashes fails the workload, and says which phase."""
     assert run.verdict("thaw_crash") == ("FAILED", "failed")
     assert re.fullmatch(
         rf"{CRASH} at train.py:\d+ in do, after iteration 6 of 10, in phase 2",
@@ -260,7 +260,7 @@ def test_a_window_is_told_when_to_end(run: Run) -> None:
     ],
 )
 def test_a_release_that_does_not_get_there_is_a_failure(run: Run, case: str, cause: str) -> None:
-    """Pain point 9: a crash at iteration 0 fails, and windows are counted and limited."""
+    """A crash at iteration 0 fails, and windows are counted and limited."""
     assert run.verdict(case) == ("FAILED", "failed")
     assert headline(run, case).startswith(cause)
 
@@ -294,7 +294,7 @@ def test_scripts_run_around_the_training_with_its_variables(run: Run) -> None:
     ],
 )
 def test_a_script_that_fails_is_a_failure(run: Run, case: str, cause: str, log: str) -> None:
-    """Pain point 27: a script runs under bash, in a process whose exit code counts."""
+    """A script runs under bash, in a process whose exit code counts."""
     assert run.verdict(case) == ("FAILED", "failed")
     assert headline(run, case).startswith(cause)
     see = run.problem(case).splitlines()[-1].removeprefix("see ")
@@ -309,14 +309,14 @@ def test_a_training_does_not_start_after_a_script_that_failed(run: Run) -> None:
 
 
 def test_a_script_cannot_overwrite_the_exit_code_of_the_training(run: Run) -> None:
-    """Pain point 24: EXIT_CODE=0 in an AFTER_SCRIPT masks nothing."""
+    """EXIT_CODE=0 in an AFTER_SCRIPT masks nothing."""
     assert run.verdict("hidden") == ("FAILED", "failed")
     assert headline(run, "hidden").startswith(f"{CRASH} at train.py:")
     assert headline(run, "hidden").endswith(", after iteration 1 of 10")
 
 
 def test_an_expected_failure_is_xfailed_and_passes(run: Run) -> None:
-    """Pain point 12: xpass is strict; the cause that was expected can be told."""
+    """Xpass is strict; the cause that was expected can be told."""
     assert run.verdict("expected") == ("XFAIL", "passed")
     record = run.record("expected")
     assert record["is_expected"] is True
@@ -324,12 +324,12 @@ def test_an_expected_failure_is_xfailed_and_passes(run: Run) -> None:
 
 
 def test_a_mismatch_may_be_the_expected_failure(run: Run) -> None:
-    """Pain point 12: without EXPECTED_FAILURE any failure is as expected."""
+    """Without EXPECTED_FAILURE any failure is as expected."""
     assert run.verdict("differs") == ("XFAIL", "passed")
 
 
 def test_an_unexpected_pass_is_a_failure(run: Run) -> None:
-    """Pain point 12: a case that is expected to fail does not pass in silence."""
+    """A case that is expected to fail does not pass in silence."""
     assert run.verdict("unexpected") == ("FAILED", "failed")
     assert headline(run, "unexpected").startswith(
         "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
@@ -338,7 +338,7 @@ def test_an_unexpected_pass_is_a_failure(run: Run) -> None:
 
 
 def test_a_failure_for_another_cause_is_a_failure(run: Run) -> None:
-    """Pain point 12: a failure that is not the expected one fails."""
+    """A failure that is not the expected one fails."""
     assert run.verdict("other_cause") == ("FAILED", "failed")
     assert run.problem("other_cause").splitlines()[-1] == (
         "not the failure that was expected: 'ValueError: the crash'"

@@ -187,7 +187,7 @@ def test_a_golden_that_no_row_reads_is_a_warning(findings: Lint) -> None:
     ],
 )
 def test_a_case_is_checked(findings: Lint, case: str, finding: str) -> None:
-    """Pain point 11: a typo, or a pair that compares nothing, never takes a check away."""
+    """A typo, or a pair that compares nothing, never takes a check away."""
     files: dict[Path | str, str] = {"recipes/a.yaml": HEAD + ROWS, CASE: case, GOLDEN: ""}
     (found,) = findings(files)
     assert found.startswith(f"{CASE}{finding}")
@@ -228,7 +228,7 @@ def test_every_rule_is_documented() -> None:
 def test_a_frozen_checkpoint_must_be_named(
     findings: Lint, row: str, finding: str | None, test_type: str
 ) -> None:
-    """Pain point 10: a frozen type without its checkpoint is found before anything runs."""
+    """A frozen type without its checkpoint is found before anything runs."""
     rows = ROWS.replace("mr-github]", f"mr-github]{row}")
     files: dict[Path | str, str] = {
         "recipes/a.yaml": HEAD + rows,

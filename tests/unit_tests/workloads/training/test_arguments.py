@@ -41,7 +41,7 @@ def words(name: str, text: str | None, **settings: object) -> list[str]:
 def test_a_flag_gets_the_words_that_a_shell_would_have_given(
     text: str | None, expected: list[str]
 ) -> None:
-    """Pain point 27: words are made without a shell, whatever is in them."""
+    """Words are made without a shell, whatever is in them."""
     assert words("--x", text) == expected
 
 
@@ -79,7 +79,7 @@ def test_an_unset_name_is_an_error_with_file_line_and_way_out() -> None:
 @pytest.mark.parametrize("text", ["'open", 'a "b', "$(rm -rf /)"])
 def test_what_a_shell_would_stumble_over_or_run_is_refused(text: str) -> None:
     """In Megatron-LM values go through `eval`."""
-    """Pain point 27: no argument is evaluated by a shell."""
+    """No argument is evaluated by a shell."""
     with pytest.raises(CaseError, match=r"model_config\.yaml:7: "):
         words("--x", text)
 

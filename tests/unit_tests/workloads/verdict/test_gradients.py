@@ -114,7 +114,7 @@ def failed(answers: tuple[Comparison, ...]) -> list[str]:
 def test_every_gradient_is_judged(
     measured: dict[str, dict[str, JsonValue]], case: str, expected: list[str]
 ) -> None:
-    """Pain point 36: gradients near zero and embeddings are compared like any other."""
+    """Gradients near zero and embeddings are compared like any other."""
     answers = compare_gradients(measured[case], TOLERANCE, name="MODEL_ARGS", where="reference")
     assert failed(answers) == [f"gradient of {name}" for name in expected]
 
@@ -122,7 +122,7 @@ def test_every_gradient_is_judged(
 def test_a_difference_names_amount_and_tolerance(
     measured: dict[str, dict[str, JsonValue]],
 ) -> None:
-    """Pain point 36: the tolerance is seen."""
+    """The tolerance is seen."""
     answers = compare_gradients(
         measured["embedding"], TOLERANCE, name="MODEL_ARGS", where="reference"
     )
@@ -176,7 +176,7 @@ def test_a_checkpoint_that_cannot_be_read_is_one_clear_error(tmp_path: Path) -> 
     ],
 )
 def test_the_tolerance_follows_from_the_case(tmp_path: Path, text: str, tolerance: float) -> None:
-    """Pain point 36: the tolerance grows with the depth and can be set."""
+    """The tolerance grows with the depth and can be set."""
     path = tmp_path / "model_config.yaml"
     path.write_text(f"TEST_TYPE: checkpoint-consistency\nMODEL_ARGS:\n  --num-layers: 2\n{text}")
     assert tolerance_of(read_case(path)) == pytest.approx(tolerance)

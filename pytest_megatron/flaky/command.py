@@ -17,13 +17,8 @@ from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.flaky.quarantine import table_line
-from pytest_megatron.runs.history import (
-    HistoryEntry,
-    HistoryRecord,
-    days_ago,
-    flaky_records,
-    read,
-)
+from pytest_megatron.flaky.statistics import HistoryRecord, days_ago, flaky_records
+from pytest_megatron.runs.history import HistoryEntry, read
 from pytest_megatron.runs.layout import HISTORY_FILE, OWN_DIR
 
 _SPAN = re.compile(r"(\d+)([hdw])").fullmatch

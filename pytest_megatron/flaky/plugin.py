@@ -26,8 +26,9 @@ from pytest_megatron.base.project import (
 )
 from pytest_megatron.base.text import counted
 from pytest_megatron.flaky.quarantine import TABLE, matches, project_quarantines
+from pytest_megatron.flaky.statistics import FailureStreak, failure_streak
 from pytest_megatron.gangs.markers import QUARANTINE, is_quarantined_by_us
-from pytest_megatron.runs.history import FailureStreak, HistoryEntry, failure_streak, read
+from pytest_megatron.runs.history import HistoryEntry, read
 from pytest_megatron.runs.record import RecordedQuarantine
 from pytest_megatron.session.options import usage_errors
 from pytest_megatron.session.run_file import put_record, record_on

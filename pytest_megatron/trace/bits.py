@@ -18,7 +18,7 @@ from typing import TypeAlias, cast
 
 from pytest_megatron.base.text import counted, grouped
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import (
+from pytest_megatron.trace.equivalence import (
     PHASES,
     DivergenceKind,
     TensorDivergence,

@@ -29,13 +29,6 @@ from pytest_megatron.base.command import (
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.errors import RunError, TraceError
-from pytest_megatron.runs.equivalence import (
-    TraceComparison,
-    as_text,
-    comparison_to_json,
-    headline,
-    read_comparison,
-)
 from pytest_megatron.runs.find import FoundRun, find_runs
 from pytest_megatron.runs.layout import OWN_DIR, PLAN_FILE, TRACE_DIR, item_dirs, make_own_dir
 from pytest_megatron.runs.record import (
@@ -47,6 +40,13 @@ from pytest_megatron.runs.record import (
     read_run,
 )
 from pytest_megatron.trace.bits import compare_bits
+from pytest_megatron.trace.equivalence import (
+    TraceComparison,
+    as_text,
+    comparison_to_json,
+    headline,
+    read_comparison,
+)
 from pytest_megatron.trace.rows import RowTraining
 from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
 

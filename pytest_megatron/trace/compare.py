@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import (
+from pytest_megatron.trace.equivalence import (
     PHASES,
     DivergenceKind,
     NotCompared,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.runs.equivalence import TensorDivergence
+from pytest_megatron.trace.equivalence import TensorDivergence
 from pytest_megatron.trace.files import TraceLayout
 
 _NEAR = 0.02  # of a ratio to a size

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import Phase
+from pytest_megatron.trace.equivalence import Phase
 from pytest_megatron.trace.files import (
     TraceHeader,
     TraceLayout,

@@ -25,7 +25,7 @@ from typing import Protocol, cast
 import numpy as np
 import torch
 
-from pytest_megatron.runs.equivalence import Phase
+from pytest_megatron.trace.equivalence import Phase
 from pytest_megatron.trace.files import (
     ParameterShard,
     TensorMeasurement,

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pytest_megatron.runs.equivalence import Phase
 from pytest_megatron.runs.layout import RUN_FILE, item_dirs
+from pytest_megatron.trace.equivalence import Phase
 from pytest_megatron.trace.files import (
     TraceEnd,
     TraceHeader,

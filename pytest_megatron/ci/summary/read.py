@@ -15,6 +15,7 @@ from pathlib import Path, PurePath
 from pytest_megatron.base.files import read_json
 from pytest_megatron.base.schema import SchemaError, parse, validate
 from pytest_megatron.ci.jobs import PlanFile
+from pytest_megatron.ci.summary.junit import JUnitCase, address, read_junit
 from pytest_megatron.ci.summary.model import (
     FILE_NAME,
     LOG_NAME,
@@ -27,7 +28,6 @@ from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
 from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
 from pytest_megatron.runs.headline import one_process_problem
-from pytest_megatron.runs.junit import JUnitCase, address, read_junit
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.record import (
     OptionValue,

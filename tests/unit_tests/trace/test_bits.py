@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import Phase, TraceComparison, headline
 from pytest_megatron.trace.bits import compare_bits
+from pytest_megatron.trace.equivalence import Phase, TraceComparison, headline
 from pytest_megatron.trace.files import (
     TraceEnd,
     TraceHeader,

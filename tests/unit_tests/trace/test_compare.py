@@ -16,8 +16,8 @@ from typing import Protocol
 
 import pytest
 
-from pytest_megatron.runs.equivalence import TraceComparison, read_comparison
 from pytest_megatron.trace.compare import main
+from pytest_megatron.trace.equivalence import TraceComparison, read_comparison
 from pytest_megatron.trace.files import (
     ParameterShard,
     TraceEnd,

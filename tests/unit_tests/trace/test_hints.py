@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.runs.equivalence import DivergenceKind, Phase, TensorDivergence
+from pytest_megatron.trace.equivalence import DivergenceKind, Phase, TensorDivergence
 from pytest_megatron.trace.files import TraceLayout
 from pytest_megatron.trace.hints import hint_of
 

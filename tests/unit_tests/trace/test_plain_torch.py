@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.runs.equivalence import TraceComparison
 from pytest_megatron.trace.compare import compare
+from pytest_megatron.trace.equivalence import TraceComparison
 from pytest_megatron.trace.files import TraceLayout, rank_files, read_header
 from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.runs.equivalence import (
+from pytest_megatron.trace.equivalence import (
     NotCompared,
     TensorDivergence,
     TraceComparison,

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
+from typing import Self
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
@@ -53,37 +54,6 @@ from pytest_megatron.workloads.refresh.difference import FileDifference, Trend, 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ran:
-    """One attempt.
-
-    Attributes:
-        record: What the run has of it.
-    """
-
-    record: RecordedAttempt
-
-    @property
-    def repeat(self) -> int:
-        """Number of the repeat; 0 where it is not known."""
-        return self.record.repeat or 0
-
-    @property
-    def number(self) -> int:
-        """Number of the attempt in its repeat; 0 where it is not known."""
-        return self.record.attempt or 0
-
-    @property
-    def exit_codes(self) -> tuple[int, ...]:
-        """Exit codes of the launcher that count, one for each phase; negative for a signal."""
-        return self.record.exit_codes if self.record.note is None else ()
-
-    @property
-    def faults(self) -> tuple[str, ...]:
-        """Failures of the hardware meanwhile."""
-        return () if self.record.health is None else self.record.health.faults
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """One workload of a run that measured values for a golden.
 
@@ -113,7 +83,7 @@ class Candidate:
     verdict: str
     problem: str | None = None
     golden: Golden | None = None
-    attempts: tuple[Ran, ...] = ()
+    attempts: tuple[RecordedAttempt, ...] = ()
     repeats: tuple[MetricMap, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
@@ -130,7 +100,19 @@ class Candidate:
 
 
 class GateRule(Enum):
-    """Reasons to refuse a golden; the value is the name that is printed."""
+    """Reasons to refuse a golden; the value is the name that is printed.
+
+    Attributes:
+        is_soft: Whether a typed reason is enough.
+    """
+
+    is_soft: bool
+
+    def __new__(cls, name: str, is_soft: bool = False) -> Self:  # noqa: FBT001, FBT002 - of a table
+        """Make a rule; one without `is_soft` lets no golden through, whatever the reason."""
+        rule = object.__new__(cls)
+        rule._value_, rule.is_soft = name, is_soft
+        return rule
 
     # Never.
     DAMAGED = "damaged-run"
@@ -155,31 +137,22 @@ class GateRule(Enum):
     PLATFORM = "platform"
     GPU = "gpu"
     WORLD_SIZE = "world-size"
-    # Only with a reason; `_SOFT` holds all from here on.
-    LATE_START = "late-start"
-    MISSING = "missing-steps"
-    CONSTANT = "constant"
-    NOT_FALLING = "not-falling"
-    IMPLAUSIBLE = "implausible"
-    ROUNDED = "rounded"
-    CONFIG = "config-changed"
-    FEWER_STEPS = "fewer-steps"
-    STEP_1 = "step-1"
-    LOSS = "loss-worse"
-    BETTER = "loss-better"
-    OUTSIDE = "outside-band"
-    MEMORY = "memory"
-    TIME = "time"
-    MASS = "one-direction"
-
-    @property
-    def is_soft(self) -> bool:
-        """True if a typed reason is enough."""
-        return self in _SOFT
-
-
-_RULES = list(GateRule)
-_SOFT = frozenset(_RULES[_RULES.index(GateRule.LATE_START) :])
+    # Only with a reason.
+    LATE_START = "late-start", True
+    MISSING = "missing-steps", True
+    CONSTANT = "constant", True
+    NOT_FALLING = "not-falling", True
+    IMPLAUSIBLE = "implausible", True
+    ROUNDED = "rounded", True
+    CONFIG = "config-changed", True
+    FEWER_STEPS = "fewer-steps", True
+    STEP_1 = "step-1", True
+    LOSS = "loss-worse", True
+    BETTER = "loss-better", True
+    OUTSIDE = "outside-band", True
+    MEMORY = "memory", True
+    TIME = "time", True
+    MASS = "one-direction", True
 
 
 @dataclass(frozen=True, slots=True)
@@ -561,20 +534,18 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
         )
         yield Refusal(GateRule.QUARANTINE, text)
         return
-    failed = [attempt for attempt in candidate.attempts if attempt.record.cause is not None]
-    retried = [a for a in failed if any(_is_later(b, a) for b in candidate.attempts)]
-    for attempt in failed[:1]:
-        is_retried = attempt in retried
-        rule = GateRule.RETRY if is_retried else GateRule.NOT_TRAINED
-        text = f"{attempt.record.cause}; run it again, once it trains to its end"
-        if is_retried:
-            text = "needed another attempt, so it is no golden; run it again: "
-            text += str(attempt.record.cause)
-        yield Refusal(rule, text)
-    if not failed and (bad := [code for a in candidate.attempts for code in a.exit_codes if code]):
-        text = f"a phase ended with exit code {bad[0]}; mend the training, then run it again"
+    failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
+    if failed and any(_is_later(one, failed[0]) for one in candidate.attempts):
+        text = f"needed another attempt, so it is no golden; run it again: {failed[0].cause}"
+        yield Refusal(GateRule.RETRY, text)
+    elif failed:
+        text = f"{failed[0].cause}; run it again, once it trains to its end"
         yield Refusal(GateRule.NOT_TRAINED, text)
-    faults = [fault for attempt in candidate.attempts for fault in attempt.faults]
+    counted_codes = (code for a in candidate.attempts if a.note is None for code in a.exit_codes)
+    if not failed and (bad := next(filter(None, counted_codes), None)):
+        text = f"a phase ended with exit code {bad}; mend the training, then run it again"
+        yield Refusal(GateRule.NOT_TRAINED, text)
+    faults = [f for a in candidate.attempts if a.health is not None for f in a.health.faults]
     if faults:
         yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
     if not failed and (candidate.verdict == "broken" or candidate.golden is None):
@@ -582,8 +553,8 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
         yield Refusal(GateRule.NOT_TRAINED, text.splitlines()[0])
 
 
-def _is_later(one: Ran, other: Ran) -> bool:
-    return one.repeat == other.repeat and one.number > other.number
+def _is_later(one: RecordedAttempt, other: RecordedAttempt) -> bool:
+    return one.repeat == other.repeat and (one.attempt or 0) > (other.attempt or 0)
 
 
 def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]:

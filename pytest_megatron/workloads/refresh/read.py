@@ -19,6 +19,7 @@ from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.environment import SessionFacts, ci_page, utc_now
 from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE, ItemDirs
 from pytest_megatron.runs.record import (
+    RecordedAttempt,
     RecordedComparison,
     RecordedGolden,
     RecordedPlan,
@@ -62,7 +63,7 @@ from pytest_megatron.workloads.recipe.case import (
     read_case,
 )
 from pytest_megatron.workloads.recipe.load import read_recipe
-from pytest_megatron.workloads.refresh.gate import Candidate, Ran
+from pytest_megatron.workloads.refresh.gate import Candidate
 from pytest_megatron.workloads.verdict.compare import compare_in_mode
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob, metric_names_of
 
@@ -135,7 +136,7 @@ def read_candidate(
         directory=directory,
         verdict=record.verdict,
         problem=record.problem,
-        attempts=tuple(Ran(record=attempt) for attempt in record.attempts),
+        attempts=record.attempts,
         platform=record.platform,
         is_expected_to_fail=record.is_expected,
         is_quarantined=record.is_held and record.verdict != "passed",
@@ -164,7 +165,7 @@ def _with_values(
     found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
 ) -> Candidate:
     """Return a candidate with the metrics that its repeats measured."""
-    clean = [attempt for attempt in found.attempts if attempt.record.cause is None]
+    clean = [attempt for attempt in found.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
         return found
@@ -280,8 +281,9 @@ def _disagreements(directory: Path) -> Iterator[str]:
                 yield f"{where}: {one.text or one.metric}"
 
 
-def _attempt_dir(directory: Path, ran: Ran) -> Path:
-    return ItemDirs(root=directory).attempt(repeat=ran.repeat, attempt=ran.number).root
+def _attempt_dir(directory: Path, one: RecordedAttempt) -> Path:
+    dirs = ItemDirs(root=directory)
+    return dirs.attempt(repeat=one.repeat or 0, attempt=one.attempt or 0).root
 
 
 def _case_of(found: Candidate, root: Path) -> tuple[WorkloadCase, ComparedWorkload]:

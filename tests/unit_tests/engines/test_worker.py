@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import stat
@@ -143,7 +144,8 @@ def test_the_outcome_of_the_first_start_of_a_job_stays(project: Project) -> None
     assert path.with_suffix(".outcome").read_bytes() == first
 
 
-def test_each_start_of_a_printed_job_has_paths_of_its_own(project: Project) -> None:
+def test_each_start_of_a_printed_job_has_paths_of_its_own(tmp_path: Path) -> None:
+    project = Project(root=tmp_path / "gr\u00f6\u00dfe 'q'")
     project.add("sound")
     spec = read_spec(WorkerEngine(context_of(project)).spec(first_order(project, "sound")))
     moved = of_start(spec, 12)
@@ -152,6 +154,7 @@ def test_each_start_of_a_printed_job_has_paths_of_its_own(project: Project) -> N
     assert str(own) in " ".join(moved.plan.phases[0].argv)
     assert of_start(moved, 1) is moved
     assert repr(moved).replace("attempt_12", "attempt_1").replace("-12.", ".") == repr(spec)
+    assert str(own) in json.dumps(json.loads(moved.description), ensure_ascii=False)
 
 
 @pytest.mark.parametrize(

@@ -313,23 +313,15 @@ def check_case(document: YamlDocument) -> Iterator[Finding]:
 
 
 def compares_metrics(document: YamlDocument) -> bool:
-    """Return whether a run of the case is compared with a golden file.
+    """Return whether the case needs a golden: a run is compared with it, and expected to agree.
 
-    It is not where the case sets SKIP_PYTEST, is always lightweight, is expected to fail, checks
-    gradients only, or is one of the pairs of MODE and TEST_TYPE that are refused.
+    None of a case with an error does.
     """
-    env = document.value.get("ENV_VARS")
-    env = env if isinstance(env, dict) else {}
-    if str(env.get("SKIP_PYTEST")) == "1":
+    try:
+        case = parse_case(document)
+    except CaseError:
         return False
-    if str(env.get("ENABLE_LIGHTWEIGHT_MODE")).lower() == "true":
-        return False
-    if document.value.get("TEST_EVALUATION") == "xpass":
-        return False
-    test_type = document.value.get("TEST_TYPE")
-    if document.value.get("MODE", "pretraining") == "pretraining":
-        return test_type != "checkpoint-consistency"
-    return test_type in ("frozen-start", "regular")
+    return case.is_compared and case.evaluation is Evaluation.PASS
 
 
 def starts_frozen(document: YamlDocument) -> bool:
@@ -547,9 +539,14 @@ class WorkloadCase:
         return any(self.env.get(name) == "1" for name in switches)
 
     @property
-    def is_never_compared(self) -> bool:
-        """True if the case asks for a run without a comparison (SKIP_PYTEST)."""
-        return self.env.get("SKIP_PYTEST") == "1"
+    def is_judged(self) -> bool:
+        """True unless the case asks for a run in which no metric is looked at."""
+        return not (self.env.get("SKIP_PYTEST") == "1" or self.is_always_lightweight)
+
+    @property
+    def is_compared(self) -> bool:
+        """True if a run of the case is compared with a golden, if there is one."""
+        return self.is_judged and self.test_type is not TestType.CHECKPOINT_CONSISTENCY
 
     @property
     def is_always_lightweight(self) -> bool:

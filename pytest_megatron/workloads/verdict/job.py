@@ -86,11 +86,7 @@ class WorkloadJob:
     @property
     def metric_names(self) -> tuple[str, ...] | None:
         """Metrics that are compared; None for a script that judges itself."""
-        if self.case is None:
-            return None
-        if self._is_consistency and self.case.metrics is None:
-            return DEFAULT_METRICS[:1]
-        return metric_names_of(self.case)
+        return None if self.case is None else metric_names_of(self.case)
 
     @property
     def required_metrics(self) -> tuple[str, ...] | None:
@@ -113,7 +109,7 @@ class WorkloadJob:
     @property
     def is_compared(self) -> bool:
         """True if the case is compared with a golden: not in lightweight mode, for one."""
-        return self._is_judged and not self._is_consistency
+        return self.case is not None and self.case.is_compared and self._is_whole
 
     @property
     def why_not_traced(self) -> str | None:
@@ -125,22 +121,15 @@ class WorkloadJob:
     @property
     def gradient_tolerance(self) -> float | None:
         """Tolerance between gradients of two layouts; None where none are compared."""
-        if self.case is None or not (self._is_judged and self._is_consistency):
+        case = self.case
+        if case is None or case.is_compared or not (case.is_judged and self._is_whole):
             return None
-        return tolerance_of(self.case)
+        return tolerance_of(case)
 
     @property
-    def _is_judged(self) -> bool:
-        """Return whether the metrics of the workload are judged."""
-        case = self.case
-        if case is None or case.is_never_compared or self.replay.phase is not None:
-            return False
-        return not (self.setting.is_lightweight or case.is_always_lightweight)
-
-    @property
-    def _is_consistency(self) -> bool:
-        case = self.case
-        return case is not None and case.test_type is TestType.CHECKPOINT_CONSISTENCY
+    def _is_whole(self) -> bool:
+        """Return whether all of the training runs, and not a few steps or one phase of it."""
+        return self.replay.phase is None and not self.setting.is_lightweight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -434,7 +423,9 @@ def metric_names_of(case: WorkloadCase) -> tuple[str, ...]:
             "METRICS is empty, so nothing would be compared; name metrics, or leave it out",
         )
     if case.mode is CaseMode.PRETRAINING:
-        return DEFAULT_METRICS if case.metrics is None else case.metrics
+        is_consistency = case.test_type is TestType.CHECKPOINT_CONSISTENCY
+        default = DEFAULT_METRICS[:1] if is_consistency else DEFAULT_METRICS
+        return default if case.metrics is None else case.metrics
     known = ", ".join(sorted(GENERATION_METRICS))
     if case.metrics is None:
         raise CaseError(str(case.path), f"METRICS is missing, expected some of {known}")

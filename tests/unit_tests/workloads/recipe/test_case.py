@@ -53,11 +53,11 @@ def test_of_a_key_that_stands_twice_the_last_one_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("env", "expected"),
     [
-        ("{}", (False, False, False)),
-        ("{NON_DETERMINSTIC_RESULTS: 1}", (True, False, False)),
-        ("{NVTE_ALLOW_NONDETERMINISTIC_ALGO: 1}", (True, False, False)),
-        ("{NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0}", (False, False, False)),
-        ("{SKIP_PYTEST: 1}", (False, True, False)),
+        ("{}", (False, True, False)),
+        ("{NON_DETERMINSTIC_RESULTS: 1}", (True, True, False)),
+        ("{NVTE_ALLOW_NONDETERMINISTIC_ALGO: 1}", (True, True, False)),
+        ("{NVTE_ALLOW_NONDETERMINISTIC_ALGO: 0}", (False, True, False)),
+        ("{SKIP_PYTEST: 1}", (False, False, False)),
         ("{ENABLE_LIGHTWEIGHT_MODE: true}", (False, False, True)),
         ("{ENABLE_LIGHTWEIGHT_MODE: 'True'}", (False, False, True)),
     ],
@@ -66,7 +66,7 @@ def test_a_case_steers_the_harness_by_its_variables(
     tmp_path: Path, env: str, expected: tuple[bool, bool, bool]
 ) -> None:
     case = read(tmp_path, f"{HEAD}ENV_VARS: {env}\n")
-    found = (case.is_nondeterministic, case.is_never_compared, case.is_always_lightweight)
+    found = (case.is_nondeterministic, case.is_compared, case.is_always_lightweight)
     assert found == expected
 
 

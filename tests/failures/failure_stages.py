@@ -204,17 +204,18 @@ def _single(case: Case, stage: Stage, place: _Place) -> int | None:
 def _slurm(case: Case, stage: Stage, place: _Place) -> int | None:
     """A step of Slurm: ranks without an agent, labelled lines or a file a task."""
     env = _env(case, stage, place)
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
-    step = Step(
-        words=(sys.executable, *_training(case, stage, place)),
-        env=env,
-        directory=str(place.evidence),
-        num_tasks=stage.num_ranks,
-        is_labelled=case.form == "srun",
-        limit_s=case.limit_s or STAGE_S,
-        reason=case.limit_reason,
-    )
-    return run_step(step) if stage.warm is None else stage.warm.run(step)
+    with _held_port() as port:
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        step = Step(
+            words=(sys.executable, *_training(case, stage, place)),
+            env=env,
+            directory=str(place.evidence),
+            num_tasks=stage.num_ranks,
+            is_labelled=case.form == "srun",
+            limit_s=case.limit_s or STAGE_S,
+            reason=case.limit_reason,
+        )
+        return run_step(step) if stage.warm is None else stage.warm.run(step)
 
 
 def _session(case: Case, stage: Stage, place: _Place) -> int | None:
@@ -266,16 +267,20 @@ def _finish(case: Case, evidence: Path) -> Path:
 def _occupied(case: Case) -> Iterator[int]:
     """Hold a port that the case wants to be taken; else name a free one."""
     if not case.is_port_taken:
-        yield _free_port()
+        with _held_port() as port:
+            yield port
         return
     with socket.create_server(("0.0.0.0", 0)) as server:  # noqa: S104 - as a real one would
         yield server.getsockname()[1]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-    return port
+@contextmanager
+def _held_port() -> Iterator[int]:
+    """Keep a port from other processes; torch's store can listen there."""
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
 def _sweep(tag: str) -> int:

@@ -6,12 +6,12 @@ import contextlib
 import gc
 import io
 import os
-import socket
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from exam_cases import Value
+from ports import held_port
 
 from pytest_megatron.trace import recorder  # noqa: F401 - imported once for all ranks
 
@@ -32,24 +32,22 @@ def run_ranks(size: int, act: Callable[[int], None], directory: Path) -> str:
 
     What the ranks print is in `directory`.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
     children = []
     gc.freeze()  # no rank searches all of torch for garbage
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(size),
-                MASTER_ADDR="localhost",
-                MASTER_PORT=str(port),
-            )
-            _run(rank, act, directory / f"{rank}.txt")
-        children.append(child)
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    with held_port("localhost") as port:
+        for rank in range(size):
+            child = os.fork()
+            if child == 0:
+                os.environ.update(
+                    RANK=str(rank),
+                    LOCAL_RANK=str(rank),
+                    WORLD_SIZE=str(size),
+                    MASTER_ADDR="localhost",
+                    MASTER_PORT=str(port),
+                )
+                _run(rank, act, directory / f"{rank}.txt")
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     if not any(codes):
         return ""
     logs = [(directory / f"{rank}.txt").read_text().strip() for rank in range(size)]

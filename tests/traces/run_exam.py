@@ -28,7 +28,7 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: threads of many ranks would spin
-sys.path[:0] = [str(HERE), str(HERE.parent / "functional_tests")]
+sys.path[:0] = [str(HERE), str(HERE.parent / "functional_tests"), str(HERE.parent / "labs")]
 gc.disable()  # no search of all that is imported for garbage
 
 from bugs import BUGS  # noqa: E402 # they are found from any directory

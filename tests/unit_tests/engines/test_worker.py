@@ -110,7 +110,7 @@ def test_a_job_that_is_told_to_end_leaves_no_rank_and_says_so(project: Project) 
     wait_until(up.exists, "the training hangs")
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 1
-    assert project.processes() == []
+    wait_until(lambda: project.processes() == [], "no process is left")
     record = read_record(path.with_suffix(".outcome"))
     assert record is not None
     assert record.trouble is not None

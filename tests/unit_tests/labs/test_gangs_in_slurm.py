@@ -147,7 +147,8 @@ def test_a_killed_node_fails_the_running_test_and_those_that_need_it(
     session = start(slurm_lab, "srun", "--no-kill", "--nodelist=node2,node4")
     try:
         slurm_lab.kill_node(4)
-        wait_until((project / "out.xml").exists, "node 0 has ended")
+        out = project / "out.xml"
+        wait_until(lambda: out.exists() and "</testsuites>" in out.read_text(), "node 0 has ended")
     finally:
         session.kill()  # srun waits until Slurm misses the node
         session.wait()

@@ -6,15 +6,16 @@ import json
 import math
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import pytest
+from ports import held_port
 
 from pytest_megatron.trace.compare import main
 from pytest_megatron.trace.equivalence import TraceComparison, read_comparison
@@ -57,6 +58,7 @@ class Compare(Protocol):
 def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("traces")
     trainings = []
+    ports = ExitStack()
     for name, world_size, *arguments in (
         ("reference", 1),
         ("tp2", 2, *_TP2),
@@ -75,19 +77,19 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
             weights_from=root / "weights" if name == "gathered_late" else None,
             noise_seed=1 if name == "experts_noise" else None,
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = ports.enter_context(held_port())
         trainings.append([settings.to_json(), world_size, port, *_ARGUMENTS, *arguments])
     path = os.pathsep.join((str(_TESTS / "functional_tests"), os.environ.get("PYTHONPATH", "")))
-    done = subprocess.run(
-        [sys.executable, str(_GUEST), str(_TESTS / "traces/buggy_train.py"), json.dumps(trainings)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command = [sys.executable, str(_GUEST), str(_TESTS / "traces/buggy_train.py")]
+    with ports:
+        done = subprocess.run(
+            [*command, json.dumps(trainings)],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
     assert done.returncode == 0, done.stderr[-2000:]
     return root
 

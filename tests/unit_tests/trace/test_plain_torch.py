@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from ports import held_port
 
 from pytest_megatron.trace.compare import compare
 from pytest_megatron.trace.equivalence import TraceComparison
@@ -45,6 +46,7 @@ _TRAININGS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 def train(root: Path, program: str, named: Mapping[str, tuple[str, int, tuple[str, ...]]]) -> None:
     """Leave a trace of each training in a directory of its name."""
     trainings = []
+    ports = ExitStack()
     for name, (begins_with, ranks, arguments) in named.items():
         settings = TraceSettings(
             directory=root / name,
@@ -52,18 +54,18 @@ def train(root: Path, program: str, named: Mapping[str, tuple[str, int, tuple[st
             weights_to=None if begins_with else root / f"{name}.weights",
             weights_from=root / f"{begins_with}.weights" if begins_with else None,
         )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = ports.enter_context(held_port())
         trainings.append([settings.to_json(), ranks, port, *arguments])
-    done = subprocess.run(
-        [sys.executable, _GUESTS / "traced_trainings.py", _GUESTS / program, json.dumps(trainings)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    command = [sys.executable, _GUESTS / "traced_trainings.py", _GUESTS / program]
+    with ports:
+        done = subprocess.run(
+            [*map(str, command), json.dumps(trainings)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=600,
+        )
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -225,6 +225,8 @@ def test_a_signal_ends_the_session_and_its_ranks(project: Project, number: int, 
     project.process.send_signal(number)
     assert project.process.wait(60) == code
     wait_until(lambda: not project.processes(), "everything ends")
+    assert project.reader is not None
+    project.reader.join()  # the output is read to its end
     assert WAITING not in project.told
     if number != signal.SIGKILL:
         assert "Interrupt" in "\n".join(project.output)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 from gang_suite import Suite
+from ports import held_port
 from pretended_gpus import pretend_gpus
 
 SEEN = "RANK LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE CUDA_VISIBLE_DEVICES"
@@ -89,11 +89,11 @@ def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(
 
 
 def test_each_node_leases_gpus_of_its_own(suite: Suite, env: dict[str, str]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
-    given = ("--gpus", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "-k", "sees")
-    other = suite.start(*given, "--node-rank", "1", **env)
-    run = suite.run(*given, "--node-rank", "0", env=env, command=suite.command())
-    output, _ = other.communicate()
+    with held_port() as port:
+        endpoint = f"127.0.0.1:{port}"
+        given = ("--gpus", "1", "--nnodes", "2", "--rdzv-endpoint", endpoint, "-k", "sees")
+        other = suite.start(*given, "--node-rank", "1", **env)
+        run = suite.run(*given, "--node-rank", "0", env=env, command=suite.command())
+        output, _ = other.communicate()
     assert (run.returncode, other.returncode) == (0, 0), run.stdout + output
     assert {suite.read(f"seen{rank}")[5] for rank in range(2)} == {"GPU-0", "GPU-1"}

@@ -378,7 +378,8 @@ def test_a_signal_ends_everything_and_leaves_no_row_or_golden(
     project: Path, number: signal.Signals
 ) -> None:
     running = start(project, "--", "python", "loop.py", "second")
-    while not (project / "hangs").exists() and running.poll() is None:
+    hangs = project / "hangs"
+    while not (hangs.exists() and hangs.read_text()) and running.poll() is None:
         select.select([], [], [], 0.05)
     assert list((project / "recipes").iterdir()) == [project / "recipes" / "loop.yaml"]
     running.send_signal(number)
@@ -388,7 +389,7 @@ def test_a_signal_ends_everything_and_leaves_no_row_or_golden(
     assert not (project / "recipes").exists()
     assert not (project / "golden_values").exists()
     with pytest.raises(ProcessLookupError):
-        os.kill(int((project / "hangs").read_text()), 0)
+        os.kill(int(hangs.read_text()), 0)
 
 
 def test_variables_of_the_shell_are_told_and_kept_where_asked(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 
 from pytest_megatron.ci.table import table_json_schema
+from pytest_megatron.engines import config
 from pytest_megatron.runs import record
 from pytest_megatron.workloads.commands.recipes import SCHEMAS, schema_path
-from pytest_megatron.workloads.engine import config_file
 from pytest_megatron.workloads.golden import schema as golden
 from pytest_megatron.workloads.golden.policy import policy_json_schema
 from pytest_megatron.workloads.recipe import case
@@ -23,7 +23,7 @@ from pytest_megatron.workloads.recipe import load as recipe
 _MAKERS = {
     "case": case.json_schema,
     "ci": table_json_schema,
-    "executor-config": config_file.json_schema,
+    "executor-config": config.json_schema,
     "golden": golden.json_schema,
     "policy": policy_json_schema,
     "recipe": recipe.json_schema,

@@ -38,16 +38,8 @@ class Profile(Enum):
     STRICT = "strict"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expansion:
-    """The rows of a file, in file order, and the findings."""
-
-    rows: tuple[Row, ...]
-    findings: tuple[Finding, ...]
-
-
 @dataclass(frozen=True, slots=True)
-class ExpandedProduct:
+class Product:
     """One inner product with the keys that it takes from its file and entry.
 
     Attributes:
@@ -63,43 +55,62 @@ class ExpandedProduct:
     outer_cadence: JsonValue
     line: int
 
+    def rows(self) -> list[Row]:
+        """Return the rows, one for each combination of elements.
 
-def expand_compat(document: YamlDocument) -> Expansion:
+        Raises:
+            RowError: An axis is no list, a cadence is wrong, or `build` cannot be filled in.
+        """
+        axes = dict(self.axes)
+        inner = axes.pop("cadence", None)
+        explicit = check_cadence(self.outer_cadence if inner is None else inner)
+        if "test_case" in axes:
+            raise RowError("test_case: stands inside a product, expected it beside 'products'")
+        own = {*axes, "test_case", "cadence"}
+        base = {key: value for key, value in self.spec.items() if key not in own}
+        names = tuple(axes)
+        return [
+            _row(self, names, {**base, **dict(zip(names, values, strict=True))}, explicit)
+            for values in itertools.product(*(_elements(key, axes[key]) for key in names))
+        ]
+
+
+def expand_compat(document: YamlDocument, findings: list[Finding]) -> Iterator[Row]:
     """Expand as Megatron-LM does, quirks included.
 
     An entry without `products` gives nothing; of `test_case` only element 0 counts, the first
     character of a string; a bare string on an axis gives one row per character. Errors
-    of that parser are findings here, and all of them are collected.
+    of that parser are added to the findings, and all of them are collected.
     """
-    rows: list[Row] = []
-    findings: list[Finding] = []
+    spec, entries = document.value.get("spec"), document.value.get("products")
     if document.value.get("type") == "build":
-        return Expansion(rows=(), findings=())
-    spec = document.value.get("spec")
-    entries = document.value.get("products")
+        return
     if not isinstance(spec, dict) or not isinstance(entries, list):
         key = "products" if isinstance(spec, dict) else "spec"
-        found = document.value.get(key)
-        finding = finding_at(
-            document, (key,), "row", f"{key}: found {found!r}, expected it filled in"
-        )
-        return Expansion(rows=(), findings=(finding,))
+        problem = f"{key}: found {document.value.get(key)!r}, expected it filled in"
+        findings.append(finding_at(document, (key,), "row", problem))
+        return
     for index, entry in enumerate(entries):
         try:
-            for path, product in _products_of(document, spec, entry, index):
-                try:
-                    rows += expand_product(product)
-                except RowError as problem:
-                    findings.append(finding_at(document, path, "row", str(problem)))
+            for path, product in _products_of(document, spec, entry, index, is_strict=False):
+                yield from _rows_of(document, product, path, findings, is_strict=False)
         except RowError as problem:  # the entry's own
             findings.append(finding_at(document, ("products", index), "row", str(problem)))
-    return Expansion(rows=tuple(rows), findings=tuple(findings))
 
 
 def _products_of(
-    document: YamlDocument, spec: Mapping[str, JsonValue], entry: JsonValue, index: int
-) -> Iterator[tuple[YamlPath, ExpandedProduct]]:
-    """Yield the inner products of an entry with their paths, as Megatron-LM sees them."""
+    document: YamlDocument,
+    spec: Mapping[str, JsonValue],
+    entry: JsonValue,
+    index: int,
+    *,
+    is_strict: bool,
+) -> Iterator[tuple[YamlPath, Product]]:
+    """Yield the inner products of an entry with their paths, strictly for each of its cases.
+
+    Raises:
+        RowError: Megatron-LM's parser fails; of a strict entry the schema is known to hold.
+    """
     if not isinstance(entry, dict):
         raise RowError(f"found {entry!r}, expected a mapping")
     if "products" not in entry:
@@ -109,36 +120,35 @@ def _products_of(
         raise RowError(f"test_case: found {cases!r}, expected a list with one test case")
     if not isinstance(products, list):
         raise RowError(f"products: found {products!r}, expected a list")
-    for number, axes in enumerate(products):
-        path = ("products", index, "products", number)
-        if not isinstance(axes, dict):
-            raise RowError(f"products[{number}]: found {axes!r}, expected a mapping")
-        line = document.line_of(path)
-        yield path, ExpandedProduct(spec, cases[0], axes, entry.get("cadence"), line)
+    for case in cases if is_strict else cases[:1]:
+        for number, axes in enumerate(products):
+            path = ("products", index, "products", number)
+            if isinstance(axes, dict):
+                yield path, Product(spec, case, axes, entry.get("cadence"), document.line_of(path))
+            elif not is_strict:
+                raise RowError(f"products[{number}]: found {axes!r}, expected a mapping")
 
 
-def expand_product(product: ExpandedProduct) -> list[Row]:
-    """Return the rows of one inner product.
-
-    Raises:
-        RowError: An axis is no list, a cadence is wrong, or `build` cannot be filled in.
-    """
-    axes = dict(product.axes)
-    inner = axes.pop("cadence", None)
-    explicit = check_cadence(product.outer_cadence if inner is None else inner)
-    if "test_case" in axes:
-        raise RowError("test_case: stands inside a product, expected it beside 'products'")
-    own = {*axes, "test_case", "cadence"}
-    base = {key: value for key, value in product.spec.items() if key not in own}
-    names = tuple(axes)
-    return [
-        _row(product, names, {**base, **dict(zip(names, values, strict=True))}, explicit)
-        for values in itertools.product(*(_elements(key, axes[key]) for key in names))
-    ]
+def _rows_of(
+    document: YamlDocument,
+    product: Product,
+    path: YamlPath,
+    findings: list[Finding],
+    *,
+    is_strict: bool,
+) -> list[Row]:
+    """Return the rows of a product; none of one with an error, which is added to the findings."""
+    try:
+        if is_strict:
+            _check_axes(product)
+        return product.rows()
+    except RowError as problem:
+        findings.append(finding_at(document, path, "row", str(problem)))
+        return []
 
 
 def _row(
-    product: ExpandedProduct,
+    product: Product,
     names: tuple[str, ...],
     spec: dict[str, JsonValue],
     explicit: list[str] | None,
@@ -258,8 +268,11 @@ _WORD_KEYS = ("scope", "platforms", "environment", "cadence")
 
 
 def expand_strict(
-    document: YamlDocument, vocabulary: Vocabulary, forbidden: Sequence[YamlPath]
-) -> Expansion:
+    document: YamlDocument,
+    vocabulary: Vocabulary,
+    forbidden: Sequence[YamlPath],
+    findings: list[Finding],
+) -> Iterator[Row]:
     """Expand every element of every entry that is sound.
 
     Args:
@@ -267,15 +280,15 @@ def expand_strict(
         vocabulary: The words that it may use.
         forbidden: Places where the file departs from the schema; an entry or product that holds
             one gives no rows, and outside of `products` it leaves the file without any.
+        findings: Gets further errors.
     """
     value = document.value
     spec, entries = value.get("spec"), value.get("products")
     if value.get("type") != "basic" or not isinstance(spec, dict) or not isinstance(entries, list):
-        return Expansion(rows=(), findings=())
+        return
     if any(path[:1] != ("products",) or len(path) == 1 for path in forbidden):
-        return Expansion(rows=(), findings=())
-    findings = list(unknown_words(document, vocabulary, spec, ("spec",)))
-    rows: list[Row] = []
+        return
+    findings += unknown_words(document, vocabulary, spec, ("spec",))
     # ("products", 3) and ("products", 3, "products", 0): an entry and a product of it.
     broken = {
         path[:4] if path[2:3] == ("products",) and path[3:] else path[:2] for path in forbidden
@@ -285,50 +298,25 @@ def expand_strict(
         if path in broken or not isinstance(entry, dict):
             continue
         findings += _entry_findings(document, vocabulary, entry, path)
-        for inner, product in _strict_products(document, spec, entry, path):
+        for inner, product in _products_of(document, spec, entry, index, is_strict=True):
             findings += unknown_words(document, vocabulary, product.axes, inner)
-            if inner in broken or not _has_known_cadence(product):
-                continue
-            try:
-                _check_axes(product)
-                rows += expand_product(product)
-            except RowError as problem:
-                findings.append(finding_at(document, inner, "row", str(problem)))
-    return Expansion(rows=tuple(rows), findings=tuple(dict.fromkeys(findings)))
+            if inner not in broken and _has_known_cadence(product):
+                yield from _rows_of(document, product, inner, findings, is_strict=True)
 
 
-def _strict_products(
-    document: YamlDocument,
-    spec: Mapping[str, JsonValue],
-    entry: Mapping[str, JsonValue],
-    path: YamlPath,
-) -> Iterator[tuple[YamlPath, ExpandedProduct]]:
-    """Yield the inner products of an entry, once for each of its test cases."""
-    cases, products = entry.get("test_case"), entry.get("products")
-    assert isinstance(cases, list)
-    assert isinstance(products, list)
-    for case in cases:
-        for number, axes in enumerate(products):
-            inner = (*path, "products", number)
-            if not isinstance(axes, dict):
-                continue
-            line = document.line_of(inner)
-            yield inner, ExpandedProduct(spec, case, axes, entry.get("cadence"), line)
-
-
-def _has_known_cadence(product: ExpandedProduct) -> bool:
-    """Return whether the cadence that counts has known words only; others are reported as words."""
-    cadence = product.axes.get("cadence", product.outer_cadence)
-    return not isinstance(cadence, list) or all(word in CADENCES for word in cadence)
-
-
-def _check_axes(product: ExpandedProduct) -> None:
+def _check_axes(product: Product) -> None:
     """Refuse an axis that would lose or mangle rows; the schema knows only some keys."""
     for key, axis in product.axes.items():
         if not isinstance(axis, list):
             raise RowError(f"{key}: found {axis!r}, expected a list; write [{axis}]")
         if not axis:
             raise RowError(f"{key}: found [], expected a list with at least one element")
+
+
+def _has_known_cadence(product: Product) -> bool:
+    """Return whether the cadence that counts has known words only; others are reported as words."""
+    cadence = product.axes.get("cadence", product.outer_cadence)
+    return not isinstance(cadence, list) or all(word in CADENCES for word in cadence)
 
 
 def _entry_findings(

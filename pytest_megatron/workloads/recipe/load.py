@@ -36,7 +36,6 @@ from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, YamlPath, read_document
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.expand import (
-    Expansion,
     Profile,
     duplicates_of,
     expand_compat,
@@ -46,7 +45,6 @@ from pytest_megatron.workloads.recipe.expand import (
 from pytest_megatron.workloads.recipe.model import (
     BUILT_IN_WORDS,
     Row,
-    SharedFields,
     Vocabulary,
     Workload,
     parse_row,
@@ -213,28 +211,11 @@ def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> Finding:
     return finding_at(document, path, rule, problem.message)
 
 
-@dataclass(frozen=True, slots=True)
-class _SimilarKey:
-    """An extra key of `spec` or of a product that looks like a known one.
+def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[tuple[YamlPath, str, bool]]:
+    """Yield extra keys of `spec` or of a product that look like known ones, with those.
 
-    Attributes:
-        meant: The known key.
-        is_lacking: Whether rows need that one and do not have it; else the extra one may be meant.
+    The third says whether rows need the known one and lack it; else the extra one may be meant.
     """
-
-    path: YamlPath
-    meant: str
-    is_lacking: bool
-
-    @property
-    def problem(self) -> SchemaProblem:
-        """The error of a key that rows lack."""
-        text = f"unknown key, and rows have no {self.meant}; did you mean {self.meant!r}?"
-        return SchemaProblem(path=self.path, kind="misspelt", text=text)
-
-
-def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
-    """Yield extra keys that look like known ones."""
     spec = value.get("spec")
     if value.get("type") != "basic" or not isinstance(spec, dict):
         return
@@ -252,9 +233,9 @@ def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[_SimilarKey]:
         ]
         for key in others:
             if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
-                yield _SimilarKey((*path, key), close[0], is_lacking=True)
+                yield (*path, key), close[0], True
             elif close := difflib.get_close_matches(key, known, 1, _SIMILAR):
-                yield _SimilarKey((*path, key), close[0], is_lacking=False)
+                yield (*path, key), close[0], False
 
 
 def _products_of(entries: JsonValue) -> Iterator[tuple[YamlPath, dict[str, JsonValue]]]:
@@ -264,11 +245,6 @@ def _products_of(entries: JsonValue) -> Iterator[tuple[YamlPath, dict[str, JsonV
         for number, product in enumerate(products if isinstance(products, list) else ()):
             if isinstance(product, dict):
                 yield ("products", index, "products", number), product
-
-
-def _similar_finding(document: YamlDocument, key: _SimilarKey) -> Finding:
-    text = f"{dotted(key.path)}: is a placeholder of its own; did you mean {key.meant!r}?"
-    return finding_at(document, key.path, "similar-key", text, Severity.WARNING)
 
 
 def json_schema() -> dict[str, JsonValue]:
@@ -366,22 +342,15 @@ def load_document(
     document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
 ) -> Loaded:
     """Return the workloads of a recipe that has been read, as `read_recipe`. Pure."""
-    expansion = expand(document, profile, vocabulary)
-    findings = list(expansion.findings)
-    variants = variants_of(expansion.rows)
+    is_checked = profile is Profile.STRICT or is_short(document.value)
+    findings = list(_duplicate_keys(document)) if is_checked else []
+    rows = tuple(_expanded(document, profile, vocabulary, findings))
+    if is_checked:
+        findings += (_duplicate_row(document, a, b) for a, b in duplicates_of(rows))
     workloads: list[Workload] = []
-    shared: SharedFields = {}
-    for row, variant in zip(expansion.rows, variants, strict=True):
+    for row, variant in zip(rows, variants_of(rows), strict=True):
         try:
-            workloads.append(
-                parse_row(
-                    row,
-                    file=document.file,
-                    variant=variant,
-                    # Rows in the short form share nothing.
-                    shared=shared if row.case is None else None,
-                )
-            )
+            workloads.append(parse_row(row, file=document.file, variant=variant))
         except RecipeError as error:
             findings.append(
                 Finding(file=document.file, line=row.line, rule="row", message=error.problem)
@@ -390,43 +359,29 @@ def load_document(
     return Loaded(workloads=tuple(workloads), findings=tuple(findings))
 
 
-def expand(
-    document: YamlDocument, profile: Profile, vocabulary: Vocabulary = BUILT_IN_WORDS
-) -> Expansion:
-    """Expand a document by a profile, with the findings of everything up to its rows."""
-    if is_short(document.value):
-        departures = _schema_problems(document.value)
-        expansion = expand_rows(document, vocabulary, [one.path for one in departures])
-        return _with_findings(document, departures, (), expansion)
-    if profile is Profile.COMPAT:
-        return expand_compat(document)
+def _expanded(
+    document: YamlDocument, profile: Profile, vocabulary: Vocabulary, findings: list[Finding]
+) -> Iterator[Row]:
+    """Return the rows of a document by a profile; what is wrong is added to the findings."""
+    is_of_rows = is_short(document.value)
+    if profile is Profile.COMPAT and not is_of_rows:
+        return expand_compat(document, findings)
+    problems = list(_schema_problems(document.value))
     similar = list(_similar_keys(document.value))
-    misspelt = [one for one in similar if one.is_lacking]
-    meant = {(*one.path[:-1], one.meant) for one in misspelt}
-    problems = [
-        problem for problem in _schema_problems(document.value) if problem.path not in meant
-    ]
-    problems += [one.problem for one in misspelt]
-    expansion = expand_strict(document, vocabulary, [problem.path for problem in problems])
-    others = [_similar_finding(document, one) for one in similar if not one.is_lacking]
-    return _with_findings(document, problems, others, expansion)
-
-
-def _with_findings(
-    document: YamlDocument,
-    problems: Iterable[SchemaProblem],
-    others: Iterable[Finding],
-    expansion: Expansion,
-) -> Expansion:
-    """Return what was expanded, with all findings at their lines."""
-    findings = [
-        *_duplicate_keys(document),
-        *(_schema_finding(document, problem) for problem in problems),
-        *others,
-        *expansion.findings,
-        *(_duplicate_row(document, a, b) for a, b in duplicates_of(expansion.rows)),
-    ]
-    return Expansion(rows=expansion.rows, findings=tuple(findings))
+    meant = {(*path[:-1], key) for path, key, is_lacking in similar if is_lacking}
+    problems = [problem for problem in problems if problem.path not in meant]
+    warnings: list[Finding] = []
+    for path, key, is_lacking in similar:
+        if is_lacking:  # the extra one is the key that rows lack
+            text = f"unknown key, and rows have no {key}; did you mean {key!r}?"
+            problems.append(SchemaProblem(path=path, kind="misspelt", text=text))
+        else:
+            text = f"{dotted(path)}: is a placeholder of its own; did you mean {key!r}?"
+            warnings.append(finding_at(document, path, "similar-key", text, Severity.WARNING))
+    findings += (_schema_finding(document, problem) for problem in problems)
+    findings += warnings
+    expand = expand_rows if is_of_rows else expand_strict
+    return expand(document, vocabulary, [problem.path for problem in problems], findings)
 
 
 def unreadable(path: Path, problem: YamlError) -> Finding:

@@ -9,8 +9,7 @@ Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, load_workl
 from __future__ import annotations
 
 import difflib
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
@@ -81,17 +80,13 @@ class Vocabulary:
 
     def known(self, key: str) -> frozenset[str] | None:
         """Return the words that a recipe key takes, None for a key that takes any value."""
-        match key:
-            case "scope":
-                return self.scopes
-            case "platforms":
-                return self.platforms
-            case "environment":
-                return self.environments
-            case "cadence":
-                return self.cadences
-            case _:
-                return None
+        words = {
+            "scope": self.scopes,
+            "platforms": self.platforms,
+            "environment": self.environments,
+            "cadence": self.cadences,
+        }
+        return words.get(key)
 
     def knows(self, key: str, word: str) -> bool:
         """Return whether `word` means something for `key`; a disabled scope is a known one."""
@@ -319,56 +314,54 @@ def fill_in(template: str, values: Mapping[str, JsonValue]) -> str:
         raise RowError(f"{shown!r} is no template: {problem}; double the braces") from problem
 
 
-SharedFields: TypeAlias = dict[
-    tuple[str, ...], tuple[dict[str, object], "list[tuple[str, Callable[[_SpecReader], object]]]"]
-]
-
-
-def parse_row(
-    row: Row,
-    *,
-    file: Path,
-    variant: tuple[str, ...],
-    shared: SharedFields | None = None,
-) -> Workload:
-    """Turn a row into a workload.
+def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
+    """Turn a row of a recipe into a workload.
 
     Args:
         row: The row.
         file: Recipe that has the row.
         variant: See `Workload`.
-        shared: By the axes of earlier rows of the file, what rows with these axes have from the
-            file's `spec`, and the fields that each has of its own. Filled here.
 
     Raises:
         RecipeError: A key is missing or has a value of the wrong type.
     """
-    reader = _SpecReader(f"{file}:{row.line}", row.spec)
-    known = None if shared is None else shared.get(row.axes)
-    if known is None:
-        axes = {*row.axes, "test_case"}
-        own = [name for name, (keys, _) in _FIELDS.items() if not axes.isdisjoint(keys)]
-        values = {name: read(reader) for name, (_, read) in _FIELDS.items() if name not in own}
-        known = values, [(name, _FIELDS[name][1]) for name in own]
-        if shared is not None:
-            shared[row.axes] = known
-    values, own_fields = known
-    cadence = row.spec["cadence"]
+    keys, cadence = _Keys(f"{file}:{row.line}", row.spec), row.spec["cadence"]
+    if row.spec.get("equivalent_to") is not None:
+        raise keys.error("equivalent_to was removed; write pytest-megatron trace compare ROW ROW")
     return Workload(
         file=file,
         line=row.line,
         spec=row.spec,
+        model=keys.required_text("model"),
+        test_case=keys.required_text("test_case"),
+        environment=keys.required_text("environment"),
+        platform=keys.required_text("platforms"),
+        scope=keys.required_text("scope"),
         cadence=tuple(map(str, cadence)) if isinstance(cadence, list) else (),
-        name=reader.name(),
+        tag=keys.text("tag"),
+        nodes=keys.number("nodes") or 1,
+        gpus=keys.number("gpus") or 0,
+        n_repeat=keys.number("n_repeat"),
+        time_limit_s=keys.number("time_limit"),
+        max_windows=keys.number("max_windows"),
+        max_attempts=keys.positive("max_attempts"),
+        transient=keys.words("transient"),
+        never_transient=keys.words("never_transient"),
+        quarantine=keys.quarantine(),
+        trace_steps=keys.positive("trace_steps") or DEFAULT_TRACE_STEPS,
+        script=keys.text("script"),
+        training_script_path=keys.text("training_script_path"),
+        data_path=keys.text("data_path"),
+        data_cache_path=keys.text("data_cache_path"),
+        checkpoint_load_path=keys.text("checkpoint_load_path"),
+        name=keys.name(),
         variant=variant,
         own_case=row.case,
-        **values,  # type: ignore[arg-type]  # read by `_FIELDS`
-        **{name: read(reader) for name, read in own_fields},  # type: ignore[arg-type]
     )
 
 
-class _SpecReader:
-    """Reads typed values out of a row's spec; an error names the key."""
+class _Keys:
+    """Typed values of a row's keys; an error names the key."""
 
     __slots__ = ("spec", "where")
 
@@ -376,12 +369,16 @@ class _SpecReader:
         self.where = where
         self.spec = spec
 
+    def error(self, problem: str) -> RecipeError:
+        """Return an error at the row."""
+        return RecipeError(self.where, problem)
+
     def _value(self, key: str, kind: type[_T], expected: str) -> _T | None:
         """Return a value of one type; None where the key is missing or null."""
         value = self.spec.get(key)
         if value is None or (isinstance(value, kind) and not isinstance(value, bool)):
             return value
-        raise RecipeError(self.where, f"{key}: found {value!r}, expected {expected}")
+        raise self.error(f"{key}: found {value!r}, expected {expected}")
 
     def text(self, key: str) -> str | None:
         """Return a string or None."""
@@ -389,11 +386,10 @@ class _SpecReader:
 
     def required_text(self, key: str) -> str:
         """Return a string that must be there."""
-        value = self.text(key)
-        if not value:
-            problem = "the row has none, expected a string; add it to the product or to spec"
-            raise RecipeError(self.where, f"{key}: {problem}")
-        return value
+        if value := self.text(key):
+            return value
+        problem = "the row has none, expected a string; add it to the product or to spec"
+        raise self.error(f"{key}: {problem}")
 
     def number(self, key: str) -> int | None:
         """Return an integer or None."""
@@ -403,68 +399,30 @@ class _SpecReader:
         """Return an integer from 1 on, or None."""
         value = self.number(key)
         if value is not None and value < 1:
-            raise RecipeError(self.where, f"{key}: found {value!r}, expected an integer from 1 on")
+            raise self.error(f"{key}: found {value!r}, expected an integer from 1 on")
         return value
 
     def words(self, key: str) -> tuple[str, ...]:
         """Return a list of words; none where the key is missing or null."""
         value = self._value(key, list, "a list of ids") or []
         if not all(isinstance(word, str) for word in value):
-            raise RecipeError(self.where, f"{key}: found {value!r}, expected a list of ids")
-        return tuple(map(str, value))
+            raise self.error(f"{key}: found {value!r}, expected a list of ids")
+        return tuple(value)
 
     def quarantine(self) -> Quarantine | None:
         """Return why the row may fail, None where it may not."""
         value = self.spec.get("quarantine")
-        if value is None:
-            return None
         try:
-            return parse_quarantine(value)
+            return None if value is None else parse_quarantine(value)
         except QuarantineError as problem:
-            raise RecipeError(self.where, f"quarantine: {problem}") from problem
-
-    def trace_steps(self) -> int:
-        """Return how many steps are traced, of a row that is not of an earlier version."""
-        if self.spec.get("equivalent_to") is not None:
-            raise RecipeError(
-                self.where,
-                "equivalent_to was removed; write pytest-megatron trace compare ROW ROW",
-            )
-        return self.positive("trace_steps") or DEFAULT_TRACE_STEPS
+            raise self.error(f"quarantine: {problem}") from problem
 
     def name(self) -> str:
         """Return the row's name, filled in."""
         try:
             return fill_in(self.text("name") or DEFAULT_NAME, self.spec)
         except RowError as problem:
-            raise RecipeError(self.where, f"name: {problem}") from problem
-
-
-# Fields of a workload: the keys of the row that they depend on, and how they are read.
-_FIELDS: dict[str, tuple[tuple[str, ...], Callable[[_SpecReader], object]]] = {
-    "model": (("model",), lambda row: row.required_text("model")),
-    "test_case": (("test_case",), lambda row: row.required_text("test_case")),
-    "environment": (("environment",), lambda row: row.required_text("environment")),
-    "platform": (("platforms",), lambda row: row.required_text("platforms")),
-    "scope": (("scope",), lambda row: row.required_text("scope")),
-    "tag": (("tag",), lambda row: row.text("tag")),
-    "nodes": (("nodes",), lambda row: row.number("nodes") or 1),
-    "gpus": (("gpus",), lambda row: row.number("gpus") or 0),
-    "n_repeat": (("n_repeat",), lambda row: row.number("n_repeat")),
-    "time_limit_s": (("time_limit",), lambda row: row.number("time_limit")),
-    "max_windows": (("max_windows",), lambda row: row.number("max_windows")),
-    "max_attempts": (("max_attempts",), lambda row: row.positive("max_attempts")),
-    "transient": (("transient",), lambda row: row.words("transient")),
-    "never_transient": (("never_transient",), lambda row: row.words("never_transient")),
-    "quarantine": (("quarantine",), _SpecReader.quarantine),
-    "trace_steps": (("trace_steps", "equivalent_to"), _SpecReader.trace_steps),
-} | {
-    name: ((name,), functools.partial(_SpecReader.text, key=name))
-    for name in (
-        *("script", "training_script_path", "data_path", "data_cache_path"),
-        "checkpoint_load_path",
-    )
-}
+            raise self.error(f"name: {problem}") from problem
 
 
 MAX_CHOICES = 12  # listed in one message

@@ -32,9 +32,7 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.base.yaml import YamlDocument, YamlPath
 from pytest_megatron.workloads.recipe.case import ExitPolicy, Line, Resume, Stop
 from pytest_megatron.workloads.recipe.expand import (
-    ExpandedProduct,
-    Expansion,
-    expand_product,
+    Product,
     unknown_words,
 )
 from pytest_megatron.workloads.recipe.metrics import MetricsFrom
@@ -139,23 +137,25 @@ def is_short(value: Mapping[str, JsonValue]) -> bool:
 
 
 def expand_rows(
-    document: YamlDocument, vocabulary: Vocabulary, forbidden: Sequence[YamlPath]
-) -> Expansion:
-    """Return the rows of a file in the short form, one for each platform, environment and scope.
+    document: YamlDocument,
+    vocabulary: Vocabulary,
+    forbidden: Sequence[YamlPath],
+    findings: list[Finding],
+) -> Iterator[Row]:
+    """Yield the rows of a file in the short form, one for each platform, environment and scope.
 
     Args:
         document: The recipe.
         vocabulary: The words that it may use.
         forbidden: Places where the file departs from the schema; a row with one is left out, and
             outside of `rows` it leaves the file without any.
+        findings: Gets further errors.
     """
     rows = document.value[_KEY]
     if not isinstance(rows, list) or any(
         path[:1] != (_KEY,) or path[1:] == () for path in forbidden
     ):
-        return Expansion(rows=(), findings=())
-    found: list[Row] = []
-    findings: list[Finding] = []
+        return
     lines: dict[JsonValue, int] = {}
     for index, row in enumerate(rows):
         path: YamlPath = (_KEY, index)
@@ -169,22 +169,10 @@ def expand_rows(
             findings.append(finding_at(document, (*path, "name"), "row", message))
             continue
         try:
-            found += _expanded(_ShortReader(document, path, row), line)
+            yield from _ShortReader(document, path, row).rows(line)
         except RowError as problem:
             place = (*path, problem.key) if isinstance(problem, _KeyMisfitError) else path
             findings.append(finding_at(document, place, "row", str(problem)))
-    return Expansion(rows=tuple(found), findings=tuple(findings))
-
-
-def _expanded(reader: _ShortReader, line: int) -> Iterator[Row]:
-    """Yield the rows of a short row, one for each combination of its lists."""
-    row, case = reader.row, reader.case()
-    axes: dict[str, JsonValue] = {}
-    for key, default in _DEFAULTS.items():
-        value = row.get(key, default)
-        axes[key] = value if isinstance(value, list) else [value]
-    product = ExpandedProduct(reader.spec(), row["name"], axes, row.get("cadence"), line)
-    return (replace(one, case=case) for one in expand_product(product))
 
 
 class _KeyMisfitError(RowError):
@@ -222,6 +210,16 @@ class _ShortReader:
         self._document = document
         self._path = path
         self._command = read_command(self._words(), row.get("ranks"))
+
+    def rows(self, line: int) -> list[Row]:
+        """Return the rows, one for each combination of its lists."""
+        row, case = self.row, self.case()
+        axes: dict[str, JsonValue] = {}
+        for key, default in _DEFAULTS.items():
+            value = row.get(key, default)
+            axes[key] = value if isinstance(value, list) else [value]
+        product = Product(self.spec(), row["name"], axes, row.get("cadence"), line)
+        return [replace(one, case=case) for one in product.rows()]
 
     def spec(self) -> dict[str, JsonValue]:
         """Return the keys that the row would have in a recipe."""

@@ -562,13 +562,20 @@ class RecordedDiagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedEnd:
-    """End of the last phase of an attempt that failed; `problem` is its headline."""
+    """End of the last phase of an attempt that failed.
+
+    Attributes:
+        problem: Its headline.
+        outlived: Logs behind whose last traceback their rank went on until it was stopped, as
+            `3/stderr.log`.
+    """
 
     attempt: str = ""
     phase_number: _Number = 1
     ended: str | None = None
     returncode: int | None = None
     problem: str | None = None
+    outlived: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

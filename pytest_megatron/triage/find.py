@@ -131,7 +131,9 @@ def known_of(unit: Unit) -> Known:
     diagnosed = _diagnosed(attempt, number)
     if diagnosed is not None:
         ended = next((end for end in LaunchEnd if end.value == diagnosed.ended), None)
-        return replace(known, returncode=diagnosed.returncode, ended=ended)
+        return replace(
+            known, returncode=diagnosed.returncode, ended=ended, outlived=diagnosed.outlived
+        )
     run = _above(attempt, RUN_FILE)
     return known if run is None else replace(known, returncode=_exit_code(run, attempt, number))
 

@@ -53,6 +53,7 @@ from pytest_megatron.triage.rank_log import (
     Enqueued,
     Event,
     Fatal,
+    Known,
     LogFile,
     LogLine,
     RankLog,
@@ -137,7 +138,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     successes = _successes(unit.logs)
     iteration = unit.known.iteration or _furthest(unit)
     good = _good_ends(successes, books)
-    _forget_what_was_overcome(books, successes, has_trained=iteration is not None)
+    _forget_what_was_overcome(books, successes, unit.known, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
     own = _fatal(books[None], None, table, None, is_clean=False)
     is_clean = _is_presumed_clean(unit, ends, own)
@@ -305,6 +306,7 @@ def _good_end_of_all(
 def _forget_what_was_overcome(
     books: Mapping[int | None, _LogCollector],
     successes: Mapping[LogFile, LogLine],
+    known: Known,
     *,
     has_trained: bool,
 ) -> None:
@@ -333,6 +335,7 @@ def _forget_what_was_overcome(
     logs.events = [event for event in logs.events if not is_overcome(event)]
     for book in books.values():
         book.events = [event for event in book.events if not _was_survived(event)]
+        book.traces = [t for t in book.traces if t[0].short_name not in known.outlived]
 
 
 def _was_survived(event: Event) -> bool:

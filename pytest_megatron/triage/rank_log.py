@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from pytest_megatron.triage.collectives import CollectiveMismatch
 from pytest_megatron.triage.logs.exits import ProcessExit
@@ -43,6 +43,11 @@ class LogFile:
     stream: Stream = Stream.BOTH
     shifts: Sequence[tuple[int, int]] = field(default=(), compare=False)
 
+    @property
+    def short_name(self) -> str:
+        """What a rank's log is called in its launch: `3/stderr.log`."""
+        return f"{self.rank}/{PurePath(self.shown).name}"
+
     def raw_number(self, number: int) -> int:
         """Return the number in the log of a line that is read in its place."""
         index = bisect.bisect_right(self.shifts, number, key=lambda shift: shift[0])
@@ -70,6 +75,7 @@ class Known:
         iteration: How far it is known to have come: N of M.
         far: The same, such as `logged value 9`, where no iteration is known.
         quiet_s: Seconds in which nothing was logged before it was stopped.
+        outlived: Logs behind whose last traceback their rank went on, as `3/stderr.log`.
         command: What runs it again, as typed in a shell.
         record: A failed comparison with a golden, or the health of GPUs, in our run directory.
     """
@@ -81,6 +87,7 @@ class Known:
     iteration: tuple[int, int | None] | None = None
     far: str | None = None
     quiet_s: float = 0.0
+    outlived: tuple[str, ...] = ()
     world_size: int | None = None
     command: str | None = None
     record: LogFile | None = None

@@ -51,7 +51,7 @@ _MARGIN = re.compile(r" *(?:[|+] )?")
 _IN_GROUP = re.compile(r" +[|+]")
 _RULE = re.compile(r" +\+-")
 _MOST_MESSAGE_LINES = 12
-_MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
+MOST_LINES_AFTER = 7  # that may follow what ended a rank; of its message too
 _MOST_SAID = 60  # lines from the end of a log that are looked at where no traceback is whole
 
 
@@ -166,7 +166,7 @@ def is_at_end(lines: Sequence[Line], said: int) -> bool:
     A training that goes on prints iterations; one that ends prints what `is_noise` knows.
     """
     num_after = lines_after(lines, said)
-    return num_after is not None and num_after <= _MOST_LINES_AFTER
+    return num_after is not None and num_after <= MOST_LINES_AFTER
 
 
 def lines_after(lines: Sequence[Line], said: int) -> int | None:

@@ -89,6 +89,7 @@ def diagnose_phase(
         iteration=None if at is None else (at.iteration, at.last),
         far=None if progress is None else progress.text,
         quiet_s=end.quiet_s,
+        outlived=end.outlived,
         world_size=None if end.plan.is_script else end.plan.world_size,
     )
     assets = AttemptDirs(root=dirs.root.parent).assets
@@ -155,6 +156,7 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
         ended=end.end.value,
         returncode=end.returncode,
         problem=cause.text,
+        outlived=end.outlived,
     )
     row = {**asdict(ended), **asdict(cause.record)}
     try:

@@ -8,7 +8,7 @@ happens only while it is not there, `spawn` writes the id of a process into it o
 `hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
 GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `dns` is one
 that lasts; `watchdog` is a hang of NCCL; `stay` does not exit after the last iteration,
-and `late` raises there as well.
+and `late` raises there as well; `caught` logs what it raised, and goes on a while later.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,8 +107,8 @@ class Faults:
                 sys.exit(0)
             case "hang":
                 hang_for_ever()
-            case "spawn":
-                leave_a_grandchild()
+            case "spawn" | "caught":
+                leave_a_grandchild() if kind == "spawn" else log_what_was_caught()
             case "transient" | "ecc" | "flip" if self.is_first_attempt:
                 fail_this_time(kind)
             case "watchdog" | "leak":
@@ -116,6 +117,14 @@ class Faults:
                 print(("x" * 1023 + "\n") * (FLOOD_BYTES // 1024), end="", flush=True)
             case _:
                 pass  # it shows elsewhere, or it is not the first attempt
+
+
+def log_what_was_caught() -> None:
+    try:
+        raise ERRORS["crash"]
+    except ValueError:
+        traceback.print_exc()
+    time.sleep(0.5)  # so that what follows is seen to follow
 
 
 def end_by_a_signal(kind: str) -> None:

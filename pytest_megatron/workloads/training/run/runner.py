@@ -28,6 +28,9 @@ from pytest_megatron.process.guarded import (
 )
 from pytest_megatron.process.tree import Activity
 from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.triage.logs.lines import is_noise
+from pytest_megatron.triage.logs.lines import parse_progress as parse_steps
+from pytest_megatron.triage.logs.traceback import HEADER, MOST_LINES_AFTER
 from pytest_megatron.workloads.golden.collect import (
     Collector,
     newest,
@@ -122,6 +125,7 @@ _WATCHDOG_LINE = re.compile(r"Watchdog caught collective operation timeout: Work
 _SAYS_RANK = re.compile(r"\bRank (\d+)\]")
 _LONGEST_LINE = 1 << 16  # of what has no end yet; the rest of a longer one is dropped
 _LOOK_EVERY_S = 0.5  # for new files
+_OTHER_STREAM = {"stdout.log": "stderr.log", "stderr.log": "stdout.log"}
 _SCRIPT_GRACE_S = 5.0
 # Megatron-LM evaluates the text in a shell with these settings.
 _SCRIPT_HEAD = "set -euo pipefail\n"
@@ -227,6 +231,8 @@ class LogWatch:
         hung_rank: The rank whose watchdog reported a collective that did not finish, or None.
         is_exiting: Whether a program said last that it exits.
         changed_at: When anything was logged or measured last, on the monotonic clock.
+        num_behind: Log with a traceback, `3/stderr.log` -> lines that the same rank wrote elsewhere
+            since the last one was seen; a step that it did counts as many.
     """
 
     dirs: PhaseDirs
@@ -238,6 +244,7 @@ class LogWatch:
     hung_rank: int | None = None
     is_exiting: bool = False
     changed_at: float = field(default_factory=time.monotonic)
+    num_behind: dict[str, int] = field(default_factory=dict)
     _num_bytes: int = 0
     _launcher: FollowedFile = field(init=False)
     _ranks: dict[Path, FollowedFile] = field(default_factory=dict)
@@ -255,12 +262,16 @@ class LogWatch:
         """Take in what is new; return the new lines of tee'd ranks, as `[rank0]: ...`."""
         if time.monotonic() >= self._look_again_at:
             self._look()
+        raised: list[str] = []
         for path, followed in self._ranks.items():
             rank = int(path.parent.name)
             if self.dirs.logs in path.parents:
                 rank += self.dirs.first_rank_below(path, self.ranks_per_node)
             for line in followed.new_lines():
                 self._note_line(line, rank=rank)
+                self._note_behind(line, f"{rank}/{_OTHER_STREAM[path.name]}")
+                raised += [f"{rank}/{path.name}"] * (HEADER in line)
+        self.num_behind |= dict.fromkeys(raised, 0)  # what came before in this poll is not known
         shown = []
         for line in self._launcher.new_lines():
             tee = _TEED.match(line)
@@ -272,6 +283,11 @@ class LogWatch:
         if (num_bytes := self._num_bytes_read()) != self._num_bytes:
             self._num_bytes, self.changed_at = num_bytes, time.monotonic()
         return shown
+
+    @property
+    def outlived(self) -> tuple[str, ...]:
+        """Logs behind whose last traceback their rank went on, as `3/stderr.log`."""
+        return tuple(log for log, num in self.num_behind.items() if num > MOST_LINES_AFTER)
 
     def drain(self) -> list[str]:
         """Take in everything that is there: for the end, when nothing more is written."""
@@ -305,6 +321,12 @@ class LogWatch:
         if progress is not None or _EXITING in line:
             self.is_exiting = progress is None
         self.printed = progress or self.printed
+
+    def _note_behind(self, line: str, other: str) -> None:
+        """Count a line, or a step, that a rank did behind a traceback in its other log."""
+        if other in self.num_behind:
+            is_step = parse_steps(line) is not None
+            self.num_behind[other] += MOST_LINES_AFTER + 1 if is_step else not is_noise(line)
 
     def _note_watchdog(self, line: str, rank: int | None) -> None:
         """Remember the rank of a watchdog's report, which may stand in a log of no rank."""
@@ -406,6 +428,7 @@ class PhaseResult:
         saved: The iteration that can be resumed from afterwards, where that was looked at.
         waiting: The ranks that had not exited, where `end` is NOT_EXITED.
         quiet_s: Seconds in which nothing was logged before it was stopped.
+        outlived: Logs behind whose last traceback their rank went on until it was stopped.
     """
 
     end: End
@@ -419,6 +442,7 @@ class PhaseResult:
     saved: int | None = None
     waiting: tuple[int, ...] = ()
     quiet_s: float = 0.0
+    outlived: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -658,9 +682,11 @@ def _train(
     measured = _Measured.of(phase, plan.cwd)
     end, problem = End.EXITED, None
     hung_at = quiet_s = 0.0
+    outlived: tuple[str, ...] = ()
     with start(phase, plan.cwd) as process:
         while (ended := process.poll(_POLL_S)) is None:
             _tell(listener, phase, watch, measured)
+            outlived = watch.outlived
             hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
             if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
                 deadline = 0.0
@@ -691,6 +717,7 @@ def _train(
         problem=problem,
         waiting=exit_watch.waiting,
         quiet_s=quiet_s,
+        outlived=() if end is End.EXITED else outlived,
     )
 
 

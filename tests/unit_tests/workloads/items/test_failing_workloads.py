@@ -22,7 +22,7 @@ HANG_LIMIT_S = 25  # must cover the start of the ranks on a busy machine
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("failing"))
-    project.row(project.case("hang", fault=["hang@5:1"]), time_limit=[HANG_LIMIT_S])
+    project.row(project.case("hang", fault=["caught@2:1", "hang@5:1"]), time_limit=[HANG_LIMIT_S])
     project.add("crash", "crash@4:0")
     project.add("kill", "kill@5:1")
     project.add("segfault", "segfault@5:0")

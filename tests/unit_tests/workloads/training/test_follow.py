@@ -88,6 +88,35 @@ def test_a_hung_collective_is_seen_on_a_rank_that_nobody_watches(dirs: PhaseDirs
     assert watch.hung_rank == 5
 
 
+TRACE = "Traceback (most recent call last):\nValueError: x\n"
+
+
+@pytest.mark.parametrize(
+    ("later", "is_outlived"),
+    [
+        ({1: LINE.format(4, "2.0") + "\n"}, True),
+        ({1: "step: 4 loss 2.0\n" * 8}, True),
+        ({1: "cleaning up\nsaved\n"}, False),
+        ({0: LINE.format(4, "2.0") + "\n"}, False),  # of another rank, which waits for nobody
+        ({}, False),
+    ],
+)
+def test_a_rank_that_goes_on_outlives_its_traceback(
+    dirs: PhaseDirs, later: dict[int, str], *, is_outlived: bool
+) -> None:
+    watch = LogWatch(dirs)
+    write(dirs, 1, TRACE, "stderr.log")
+    write(dirs, 1, LINE.format(3, "2.0") + "\n")  # before it or after it, nobody knows
+    watch.poll()
+    for rank, text in later.items():
+        write(dirs, rank, text)
+    watch.drain()
+    assert watch.outlived == ("1/stderr.log",) * is_outlived
+    write(dirs, 1, TRACE, "stderr.log")
+    watch.drain()
+    assert watch.outlived == ()
+
+
 def test_only_what_is_new_ends_a_silence(dirs: PhaseDirs) -> None:
     write(dirs, 3, "started")
     watch = LogWatch(dirs)

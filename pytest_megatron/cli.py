@@ -1,6 +1,6 @@
 """The `pytest-megatron` command.
 
-The rooms bring the subcommands; the module of one is imported on its first use, as `--help` must
+The features bring the subcommands; the module of one is imported on its first use, as `--help` must
 stay fast.
 """
 
@@ -14,7 +14,7 @@ import click
 
 from pytest_megatron.base.command import EXIT_UNUSABLE, LazyGroup, echo_error
 from pytest_megatron.errors import MegatronError
-from pytest_megatron.rooms import rooms
+from pytest_megatron.features import features
 
 _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full disk, or a lost one
 
@@ -22,8 +22,8 @@ _NO_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # of a write to a full dis
 class _MainCommands(LazyGroup):
     lazy = {  # noqa: RUF012 - the base class says what it is
         word: (f"{name}.{module}", text)
-        for name, room in rooms()
-        for word, (module, text) in room.commands.items()
+        for name, feature in features()
+        for word, (module, text) in feature.commands.items()
     }
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import pytest
 
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gangs.fixtures import (  # noqa: F401 - pytest finds them here
     _megatron_world_size,
     device,
@@ -36,7 +37,6 @@ from pytest_megatron.gangs.start.environment import (
     refuse_launcher,
 )
 from pytest_megatron.process.originals import os  # loaded before any test can patch the library
-from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.session import exit_code, options
 from pytest_megatron.session.arguments import (
     are_recipes_asked_for,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from pytest_megatron.gangs.controller.plugin import GangPlugin
     from pytest_megatron.session.state import RunSession
 
-# What rooms do in a session, in the order of the table.
+# What features do in a session, in the order of the table.
 _OfSession: TypeAlias = Callable[[pytest.Config], None]
 _OfItems: TypeAlias = Callable[[pytest.Config, list[pytest.Item]], None]
 # Before conftest files.

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import counted, nearest, one_of, printable, workflow_command
 from pytest_megatron.errors import REMOVED, MegatronError
-from pytest_megatron.rooms import load
+from pytest_megatron.features import load
 
 if TYPE_CHECKING:
     from pytest_megatron.base.files import JsonValue

@@ -1,6 +1,6 @@
 """Templates of HTML, SVG, Markdown and CI's YAML, in environments that are loaded on first use.
 
-Templates are files in the folder `templates` of a room. They escape every value but those that a
+Templates are files in the folder `templates` of a feature. They escape every value but those that a
 filter of this module has escaped already, and fail on a name that they are not given. In YAML,
 where the place of a value decides how it is escaped, a filter does it.
 """

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.base.text import grouped
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.pages.chart import chart_style, chart_svg
 from pytest_megatron.pages.index_page import document
 from pytest_megatron.pages.model import Chart, MetricFinding, PageItem, RunFacts
-from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.record import RecordedLayer, RecordedWorkload
 
 _MOST_TEXTS = 6  # of one chart

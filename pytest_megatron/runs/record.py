@@ -32,9 +32,9 @@ from pytest_megatron.base.schema import (
     validate,
 )
 from pytest_megatron.errors import RunError
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gpu.health import Fault
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.rooms import ExtensionPoint
 from pytest_megatron.runs.environment import RecordedFacts
 from pytest_megatron.runs.layout import RUN_FILE
 

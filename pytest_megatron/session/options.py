@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from pytest_megatron.base.text import one_of as one_word_of
 from pytest_megatron.errors import REMOVED, MegatronError
-from pytest_megatron.rooms import ROOMS, ExtensionPoint
+from pytest_megatron.features import FEATURES, ExtensionPoint
 from pytest_megatron.runs.layout import BY_HAND
 from pytest_megatron.session.short_names import PREFIX, ShortNames
 
@@ -59,10 +59,10 @@ class ValueKind(Generic[T_co]):
         shown: str = "",
         *,
         metavar: str = "",
-        room: str = "",
+        feature: str = "",
     ) -> T_co | D:
         """Return the field; for the arguments see `OptionRow`."""
-        row = OptionRow(name, text, self, default, shown, metavar or self.metavar, room)
+        row = OptionRow(name, text, self, default, shown, metavar or self.metavar, feature)
         declared: D = field(metadata={"row": row})
         return declared
 
@@ -78,7 +78,7 @@ class OptionRow:
         default: Value where none is given.
         shown: The default in texts, where the value itself does not explain it.
         metavar: Placeholder of the value.
-        room: The room that can be taken out with it; "" for those that are always there.
+        feature: The feature that can be taken out with it; "" for those that are always there.
     """
 
     name: str
@@ -87,7 +87,7 @@ class OptionRow:
     default: object
     shown: str
     metavar: str
-    room: str
+    feature: str
 
     @property
     def is_setting(self) -> bool:
@@ -101,8 +101,8 @@ class OptionRow:
 
     @property
     def is_there(self) -> bool:
-        """False for an option of a room that was taken out."""
-        return not self.room or self.room in ROOMS
+        """False for an option of a feature that was taken out."""
+        return not self.feature or self.feature in FEATURES
 
     @property
     def help(self) -> str:
@@ -298,7 +298,7 @@ def _ranks(where: str, value: object) -> tuple[int, ...] | None:
 
 
 def _fake_ranks(_: str, value: object) -> str:
-    """Return the value of `--fake-ranks`, if its room can read it."""
+    """Return the value of `--fake-ranks`, if its feature can read it."""
     with usage_errors():
         for read in _RANK_CHOICE.all():
             read(str(value))
@@ -458,7 +458,7 @@ class Options:
         "CI labels of a pull request, with commas or as a JSON array",
         "",
         metavar="LIST",
-        room="ci",
+        feature="ci",
     )
     ci_event: str = TEXT(
         "ci-event",
@@ -466,20 +466,20 @@ class Options:
         "pull_request",
         "pull_request, with --labels",
         metavar="NAME",
-        room="ci",
+        feature="ci",
     )
     bucket: tuple[str, ...] = WORDS(
         "bucket",
         "python tests of these files or dir/**/*.py, without those of !pattern",
         (),
         "all files",
-        room="ci",
+        feature="ci",
     )
     experimental: Experimental = _EXPERIMENTAL(
         "experimental-tests",
         "tests with the mark experimental, where python tests are selected",
         "exclude",
-        room="ci",
+        feature="ci",
     )
     run_dir: Path | None = PATH(
         "run-dir",
@@ -550,14 +550,14 @@ class Options:
         "run single ranks of each workload for two steps on fake process groups, whatever hardware "
         "it names, and compare them: those that can differ, all, N of them, or a list",
         None,
-        room="layouts",
+        feature="layouts",
     )
     tensor_trace: TensorTrace = _TENSOR_TRACE(
         "tensor-trace",
         "record tensors of the first steps of each workload: hash their statistics, full also "
         "their values",
         "off",
-        room="trace",
+        feature="trace",
     )
     tee_ranks: tuple[int, ...] | None = RANKS(
         "tee-ranks",
@@ -585,7 +585,7 @@ class Options:
         "fail distributed tests that leave process groups, CUDA memory, threads, processes or "
         "variables behind in their ranks",
         default=False,
-        room="leaks",
+        feature="leaks",
     )
     rank_grace_s: float = SECONDS(
         "rank-grace",

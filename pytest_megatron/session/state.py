@@ -19,7 +19,7 @@ import pytest
 from typing_extensions import override
 
 from pytest_megatron.base.project import ProjectConfig, load_config
-from pytest_megatron.rooms import ROOMS, ExtensionPoint
+from pytest_megatron.features import FEATURES, ExtensionPoint
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import (
     HISTORY_FILE,
@@ -56,7 +56,7 @@ class RunSession:
         is_open: Whether the run directory was made.
         warned: Warnings about workloads that were shown, and are not shown again.
         directory: Where pytest was started.
-        stash: What rooms keep for the session.
+        stash: What features keep for the session.
         log: Keeps what was decided.
     """
 
@@ -302,9 +302,9 @@ def link_latest(run_dir: Path) -> None:
     new.replace(run_dir.parent / "latest")
 
 
-# Rooms log what they decide to `pytest_megatron.<room>`. pytest shows it with --log-cli-level=INFO.
+# Features log what they decide to `pytest_megatron.<feature>`; --log-cli-level=INFO shows it.
 _LOG_FILE = "megatron.log"
-_LOGGERS = [logging.getLogger(f"pytest_megatron.{room}") for room in ROOMS]
+_LOGGERS = [logging.getLogger(f"pytest_megatron.{feature}") for feature in FEATURES]
 _LOG_FORMAT = logging.Formatter("%(asctime)s %(name)s: %(message)s")
 
 
@@ -321,7 +321,7 @@ class SessionLog(logging.Filter):
         self._kept: list[str] = []
 
     def begin(self) -> None:
-        """Keep the log records of all rooms from here on."""
+        """Keep the log records of all features from here on."""
         for logger in _LOGGERS:
             logger.setLevel(logging.INFO)
             logger.addFilter(self)
@@ -357,6 +357,6 @@ _REPORTERS: ExtensionPoint[Callable[[pytest.Config, RunSession], None]] = Extens
 
 
 def register_reporters(config: pytest.Config, session: RunSession) -> None:
-    """Register those of all rooms; each registers itself once."""
+    """Register those of all features; each registers itself once."""
     for register in _REPORTERS.all():
         register(config, session)

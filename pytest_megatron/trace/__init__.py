@@ -31,7 +31,7 @@ def start() -> Recorder | None:
     Raises:
         TraceError: The variable's value means nothing.
     """
-    # The table of rooms imports this package at every start of pytest.
+    # The table of features imports this package at every start of pytest.
     from pytest_megatron.workloads.training.plan.trace_settings import read_settings
 
     global _recorder  # noqa: PLW0603 - hooks of torch are global too

@@ -23,6 +23,7 @@ from _pytest.logging import (
 )
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gangs.controller.other_plugins import (
     WORKER_VARIABLE,
     encode,
@@ -47,7 +48,6 @@ from pytest_megatron.gangs.rank.logs import RankLogs, open_standard_descriptors
 from pytest_megatron.gangs.rank.plugin import RankPlugin
 from pytest_megatron.gangs.rank.process_state import StateKeeper
 from pytest_megatron.process.originals import os, traceback
-from pytest_megatron.rooms import ExtensionPoint
 
 _SILENT = 1 << 30  # above the level of any record
 _MAKE_LEAK_PLUGIN: ExtensionPoint[Callable[[RankConfig], object]] = ExtensionPoint("rank_plugin")

@@ -14,7 +14,7 @@ import pytest
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.errors import LaunchError, MegatronError
-from pytest_megatron.rooms import ExtensionPoint
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.layout import make_own_dir
 from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
@@ -125,7 +125,7 @@ def register_training(config: pytest.Config, session: RunSession) -> None:
     manager = config.pluginmanager
     is_fake = session.options.fake_ranks is not None
     role = _FAKE_TRAINING.first() if is_fake else TrainingPlugin
-    assert role is not None  # its room declares the option
+    assert role is not None  # its feature declares the option
     manager.register(role(config, session, goldens), TRAINING_PLUGIN)
     if not session.is_worker:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))

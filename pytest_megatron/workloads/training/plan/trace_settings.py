@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.rooms import ExtensionPoint
+from pytest_megatron.features import ExtensionPoint
 
 VARIABLE = "PYTEST_MEGATRON_TRACE"
 # Of a session: how the trainings that it traces begin, as JSON with the keys below.

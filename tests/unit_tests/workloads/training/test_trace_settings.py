@@ -65,6 +65,6 @@ def test_a_wrong_value_is_named(text: str, problem: str) -> None:
 def test_without_the_room_of_traces_one_error_names_the_options(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pytest_megatron.rooms.ROOMS", ("workloads",))
+    monkeypatch.setattr("pytest_megatron.features.FEATURES", ("workloads",))
     with pytest.raises(TraceError, match=r"is not there; .* without --tensor-trace"):
         trace_tools()

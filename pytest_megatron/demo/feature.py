@@ -1,10 +1,10 @@
-"""The room `demo` in the table."""
+"""The feature `demo` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "demo": ("command:command", "Write a small project into an empty directory, and run it."),
     },

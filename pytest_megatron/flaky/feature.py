@@ -1,10 +1,10 @@
-"""The room `flaky` in the table."""
+"""The feature `flaky` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "flaky": ("command:command", "Count how often items passed only when run again."),
     },

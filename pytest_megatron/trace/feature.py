@@ -1,10 +1,10 @@
-"""The room `trace` in the table."""
+"""The feature `trace` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "trace": ("command:command", "Compare traces of tensors."),
     },

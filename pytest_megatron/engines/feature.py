@@ -1,10 +1,10 @@
-"""The room `engines` in the table."""
+"""The feature `engines` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "sbatch": ("slurm.command:sbatch", "Print the script that runs a workload in Slurm."),
     },

@@ -1,10 +1,10 @@
-"""The room `watch` in the table."""
+"""The feature `watch` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "watch": (
             "command:command",

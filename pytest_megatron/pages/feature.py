@@ -1,10 +1,10 @@
-"""The room `pages` in the table."""
+"""The feature `pages` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "runs": ("command:runs", "List and remove runs, write pages and pictures of them."),
     },

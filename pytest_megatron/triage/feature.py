@@ -1,10 +1,10 @@
-"""The room `triage` in the table."""
+"""The feature `triage` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "triage": ("command:command", "Find why a run failed, from its logs."),
     },

@@ -1,10 +1,10 @@
-"""The room `doctor` in the table."""
+"""The feature `doctor` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "doctor": ("command:command", "Check this machine and environment."),
     },

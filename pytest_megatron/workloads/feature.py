@@ -1,10 +1,10 @@
-"""The room `workloads` in the table."""
+"""The feature `workloads` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "expand": ("commands.recipes:expand", "Print the workloads that recipe files expand to."),
         "golden": ("commands.golden:command", "Compare observed metrics with golden values."),

@@ -1,10 +1,10 @@
-"""The room `layouts` in the table."""
+"""The feature `layouts` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "layout": ("command:command", "Run single ranks of a program without GPUs, compare them."),
     },

@@ -1,10 +1,10 @@
-"""The room `repro` in the table."""
+"""The feature `repro` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "repro": ("command:command", "Do a failing item of a run or artifact again, here."),
     },

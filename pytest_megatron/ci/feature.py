@@ -1,10 +1,10 @@
-"""The room `ci` in the table."""
+"""The feature `ci` in the table."""
 
 from __future__ import annotations
 
-from pytest_megatron.rooms import Room
+from pytest_megatron.features import Feature
 
-ROOM = Room(
+FEATURE = Feature(
     commands={
         "ci": ("command:command", "Write files for CI, and make one verdict of many jobs."),
         "plan": ("plan_command:command", "Print the CI jobs for labels and an event."),

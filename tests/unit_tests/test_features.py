@@ -1,4 +1,4 @@
-"""Rooms can be taken out, and the two halls do not load each other: real sessions of copies."""
+"""Features can be taken out, and gangs and workloads do not load each other: in real sessions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from forked_sessions import run_command
 from tiny_project import Project
 
 import pytest_megatron
-from pytest_megatron.rooms import ROOMS, Room, load, rooms
+from pytest_megatron.features import FEATURES, Feature, features, load
 
 PACKAGE = Path(pytest_megatron.__file__).parent
-HALLS = ("gangs", "workloads", "triage")
+CORE = ("gangs", "workloads", "triage")
 TESTS = """\
 def test_ranks(rank, world_size):
     assert world_size == 2
@@ -46,21 +46,21 @@ def project_in(root: Path) -> Project:
     return project
 
 
-def without(room: str, site: Path) -> None:
-    """Copy the package without a room and its name in the table."""
+def without(feature: str, site: Path) -> None:
+    """Copy the package without a feature and its name in the table."""
     copy = site / "pytest_megatron"
     shutil.copytree(PACKAGE, copy)  # and what is compiled: the files are as old as there
-    shutil.rmtree(copy / room)
-    table = copy / "rooms.py"
-    text, count = re.subn(rf'"{room}",? ?', "", table.read_text())
+    shutil.rmtree(copy / feature)
+    table = copy / "features.py"
+    text, count = re.subn(rf'"{feature}",? ?', "", table.read_text())
     assert count == 1
     table.write_text(text)
 
 
 @pytest.mark.everyday("flaky", "pages", "repro")
-@pytest.mark.parametrize("room", [room for room in ROOMS if room not in HALLS])
-def test_a_room_can_be_taken_out(room: str, tmp_path: Path) -> None:
-    without(room, tmp_path / "site")
+@pytest.mark.parametrize("feature", [feature for feature in FEATURES if feature not in CORE])
+def test_a_feature_can_be_taken_out(feature: str, tmp_path: Path) -> None:
+    without(feature, tmp_path / "site")
     project = project_in(tmp_path / "project")
     env = {"PYTHONPATH": os.fspath(tmp_path / "site")}
     result = project.run("--ranks", "2", "test_ranks.py", "recipes", "-v", **env)
@@ -71,7 +71,7 @@ def test_a_room_can_be_taken_out(room: str, tmp_path: Path) -> None:
         command = words if words[0] != "--help" else project.command("--help", run_dir="")
         done = run_command(command, project.root, project.env(**env))
         assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    if room == "repro":
+    if feature == "repro":
         return
     for item in ("test_ranks.py::test_split", "recipes/tiny.yaml::differs[dev-cpu]"):
         words = [*MAIN, "repro", "run", item]
@@ -87,7 +87,8 @@ def loaded_by(project: Project, *arguments: str) -> set[str]:
     return {
         name.removeprefix("pytest_megatron.")
         for name in names
-        if name.startswith("pytest_megatron.") and name.rpartition(".")[2] not in ("room", "hooks")
+        if name.startswith("pytest_megatron.")
+        and name.rpartition(".")[2] not in ("feature", "hooks")
     }
 
 
@@ -106,7 +107,10 @@ def test_workloads_load_of_gangs_the_markers_and_fixtures_of_all_tests(tmp_path:
 
 
 def test_what_rooms_add_is_there() -> None:
-    for name, room in rooms():
-        assert isinstance(room, Room)
-        for target in (*room.provides.values(), *(target for target, _ in room.commands.values())):
+    for name, feature in features():
+        assert isinstance(feature, Feature)
+        for target in (
+            *feature.provides.values(),
+            *(target for target, _ in feature.commands.values()),
+        ):
             assert load(f"{name}.{target}") is not None

@@ -1,0 +1,7 @@
+"""The feature `gangs` in the table."""
+
+from __future__ import annotations
+
+from pytest_megatron.features import Feature
+
+FEATURE = Feature()

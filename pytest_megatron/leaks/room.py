@@ -1,9 +1,0 @@
-"""The room `leaks` in the table."""
-
-from __future__ import annotations
-
-from pytest_megatron.rooms import Room
-
-ROOM = Room(
-    provides={"rank_plugin": "plugin:LeakPlugin"},
-)

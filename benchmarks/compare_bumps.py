@@ -30,8 +30,8 @@ from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.compare.compare import compare
+from pytest_megatron.workloads.golden.compare.strict import LONG_STEPS
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series, series_of
-from pytest_megatron.workloads.golden.policy import LONG_STEPS
 from pytest_megatron.workloads.golden.store import parse_golden
 
 CASES = "tests/functional_tests/test_cases"
@@ -210,7 +210,7 @@ def describe_long(old: Series, new: Series) -> str:
     cuts = [len(pairs) * i // 10 for i in range(11)]
     sums = [tuple(map(math.fsum, zip(*pairs[a:b], strict=True))) for a, b in pairwise(cuts)]
     tenths = " ".join(f"{1e3 * (b - a) / a:+.1f}" for a, b in sums)
-    failed = ", ".join(layer.rule.value for layer in answer.layers if not layer.passed)
+    failed = ", ".join(layer.layer for layer in answer.layers if not layer.passed)
     return f"{f'refused ({failed})' if failed else 'passes'}; {tenths}"
 
 

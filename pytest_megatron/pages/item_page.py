@@ -102,7 +102,7 @@ def _layer(row: RecordedLayer) -> tuple[bool, str]:
         layer_text,
     )
 
-    return row.passed, layer_text(row.layer, row)
+    return row.passed, layer_text(row)
 
 
 def _texts(findings: Sequence[MetricFinding]) -> Iterator[str]:

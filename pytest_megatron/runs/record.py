@@ -405,14 +405,15 @@ class RecordedPlan(RecordedFacts, RecordedFile):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerResult:
-    """Result of one test that a metric was put to.
+class RecordedLayer:
+    """Result of one test that a metric was put to, whether or not it decided.
 
     Attributes:
         measured: The value found; None where there was nothing to measure.
         limit: How much may be; more of it, in the layer's direction, fails.
         unit: Unit of both: `relative`, a deviation as a part of the golden, or things.
         place: Where it was found, as in `step 19`; None for all steps.
+        layer: The name of its rule.
     """
 
     passed: bool
@@ -420,12 +421,6 @@ class LayerResult:
     limit: Number | None = None
     unit: str = RELATIVE
     place: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedLayer(LayerResult):
-    """One test that a metric was put to, by the name of its rule."""
-
     layer: str
 
 

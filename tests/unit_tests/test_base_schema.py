@@ -167,7 +167,7 @@ def test_a_published_schema_has_the_limits_and_the_keys_of_the_file() -> None:
     assert "[A-Z]+" in str(schema)
 
 
-def test_pydantic_is_imported_with_the_first_check() -> None:
+def test_pydantic_and_numpy_are_imported_with_the_first_check() -> None:
     code = (
         "import sys, pytest_megatron.base.schema as schema\n"
         "import pytest_megatron.ci.table, pytest_megatron.triage.signatures as signatures\n"
@@ -178,7 +178,10 @@ def test_pydantic_is_imported_with_the_first_check() -> None:
         "pytest_megatron.ci.table.built_in_table(), signatures.builtin_table()\n"
         "import pytest_megatron.runs.record as record\n"
         "record.to_json(record.RecordedHealthFile())\n"
-        "assert not {'pydantic', 'yaml'} & set(sys.modules)\n"
+        "assert not {'numpy', 'pydantic', 'yaml'} & set(sys.modules)\n"
+        "import pytest_megatron.workloads.items.training\n"
+        "import pytest_megatron.workloads.commands.golden_refresh\n"
+        "assert 'numpy' not in sys.modules\n"
         "assert schema.validate(int, 1) == 1\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

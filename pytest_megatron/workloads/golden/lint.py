@@ -17,13 +17,13 @@ from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, parse_document, read_document
 from pytest_megatron.errors import GoldenError
-from pytest_megatron.workloads.golden.compare.result import without_unmeasured_end
 from pytest_megatron.workloads.golden.model import (
     Provenance,
     Series,
     find_not_finite,
     parse_provenance,
     step_interval,
+    without_unmeasured_end,
 )
 from pytest_megatron.workloads.golden.store import (
     PATTERN,

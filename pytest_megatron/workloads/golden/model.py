@@ -11,7 +11,7 @@ import operator
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
@@ -37,6 +37,7 @@ _REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
 _INDICES = f"{ROUTING}_token_indices"
 _MOST = 1 << 53
 _Number = TypeVar("_Number", int, float)
+_Of = TypeVar("_Of")
 
 # Position in the request to the experts of each layer there.
 Routing: TypeAlias = Mapping[int, tuple[tuple[int, ...], ...]]
@@ -311,6 +312,8 @@ def series_of(values: Mapping[int, Value], *, is_full_precision: bool = False) -
 
 # Metric name, as TensorBoard has it (`lm loss`, `iteration-time`), to its series.
 MetricMap: TypeAlias = Mapping[str, Series]
+# The loss of reinforcement learning, and its name in some programs.
+LOSS, _LOSS_SPELT_OTHERWISE = "lm loss", "lm-loss"
 # Metric to place and text of its first step with two values.
 Disagreements: TypeAlias = dict[str, tuple[str, str]]
 
@@ -318,6 +321,19 @@ Disagreements: TypeAlias = dict[str, tuple[str, str]]
 def is_loss(name: str) -> bool:
     """Return True if a metric is a loss, by its name."""
     return "loss" in name.lower()
+
+
+def rl_metrics(metrics: Sequence[str] | None) -> tuple[str, ...]:
+    """Return the metrics that a case compares: the loss, then its METRICS."""
+    names = (LOSS, *(LOSS if m == _LOSS_SPELT_OTHERWISE else m for m in metrics or ()))
+    return tuple(dict.fromkeys(names))
+
+
+def with_one_loss_name(found: Mapping[str, _Of]) -> Mapping[str, _Of]:
+    """Return what is kept by metric, the loss as `lm loss` also where it is called `lm-loss`."""
+    if LOSS in found or _LOSS_SPELT_OTHERWISE not in found:
+        return found
+    return {LOSS if k == _LOSS_SPELT_OTHERWISE else k: v for k, v in found.items()}
 
 
 def is_finite(value: Value | None) -> bool:
@@ -375,6 +391,49 @@ def refuse_disagreements(found: Mapping[str, tuple[str, str]], names: Iterable[s
     for name in names:
         if name in found:
             raise MetricsError(*found[name])
+
+
+def is_same(a: Value | None, b: Value | None) -> bool:
+    """Return whether two values are equal, nan included."""
+    return a == b or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)  # noqa: PLR0124 - nan
+
+
+def without_unmeasured_end(series: Series) -> Series:
+    """Return a series up to its last number, where only text follows; whole if there is no number.
+
+    Megatron-LM writes "nan" for every step up to the end of the schedule that a training did not
+    get to, as in the goldens of its releases, which a time limit ends.
+    """
+    end = len(series)
+    while end and isinstance(series.values[end - 1], str):
+        end -= 1
+    if end in (0, len(series)):
+        return series
+    return replace(series, steps=series.steps[:end], values=series.values[:end])
+
+
+def find_frozen(
+    golden: Series | None, observed: Series, *, least_steps: int
+) -> tuple[int, int] | None:
+    """Return first and last step of a constant stretch of the run where the golden moves.
+
+    A stretch counts from `least_steps` golden steps on, and only if the golden's longest constant
+    stretch within it is less than half as long. Without a golden every such stretch counts.
+    """
+    at = dict(observed.items())
+    expected = at if golden is None else dict(golden.items())
+    steps = [step for step in expected if step in at]
+    for _, group in groupby(steps, key=at.__getitem__):
+        stretch = list(group)
+        if len(stretch) < least_steps:
+            continue
+        if golden is None or 2 * _longest_constant([expected[s] for s in stretch]) < len(stretch):
+            return stretch[0], stretch[-1]
+    return None
+
+
+def _longest_constant(values: list[Value]) -> int:
+    return max(len(list(group)) for _, group in groupby(values))
 
 
 def step_interval(steps: Sequence[int]) -> int:

@@ -45,21 +45,9 @@ from pytest_megatron.workloads.recipe.model import Workload
 # What a training logs of its model beside the loss; judged without being asked for.
 NORMS = ("grad-norm", "params-norm")
 TAIL_FRACTION = 0.25
-# Absolute: the rounding of a golden of five decimals, and of one of full precision.
-ROUNDING, FULL_ROUNDING = 5e-6, 1e-9
-# Of a time's repeats; a shared machine has many, a quiet one hardly any.
-TIME_SPREADS = 3.0
 FULL_PRECISION = "fp32"
 _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4}
 _FLOOR = 1e-4  # of a precision that is not known
-# More steps than that of a golden without a band of its own are judged by windows.
-LONG_STEPS = 200
-NUM_WINDOWS, LEAST_WINDOW_STEPS = 20, 20
-# A step outside the band is off by so many times what most of its neighbours are off by, at most.
-NEIGHBOURS, NEIGHBOUR_PART, NEIGHBOUR_FACTOR = 8, 0.75, 8.0
-# Of a count, the part of the steps at either end that its mean leaves out, by how far they are off;
-# the mean of all steps may be off by so many times as much.
-TRIMMED_FRACTION, UNTRIMMED_FACTOR = 0.2, 3.0
 
 
 class LimitKind(Enum):
@@ -263,31 +251,9 @@ def direction_of(metric: str) -> str:
     return _BETTER[Worse.HIGHER if is_loss(metric) else Worse.EITHER]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """Settings for learning a band from repeats.
-
-    Attributes:
-        least_repeats: Fewer give no band of their own; their spread only widens the fixed one.
-        few_factor: By how many of their standard deviations.
-        look_back_steps: The estimate of a step is the largest of so many values up to there ...
-        look_ahead_steps: ... and of those up to so many steps later: where noise grows, that of
-            another platform, which begins a little larger, is a few steps ahead.
-        mean_fraction: The limit of the mean, as a part of the limit of single steps.
-        tail_fraction: The same of the mean of the last quarter.
-        least_steps_for_means: Fewer steps have no mean worth judging.
-    """
-
-    least_repeats: int = 3
-    few_factor: float = 4.0
-    look_back_steps: int = 8
-    look_ahead_steps: int = 2
-    mean_fraction: float = 0.3
-    tail_fraction: float = 0.4
-    least_steps_for_means: int = 8
-
-
-LEARNING = Learning()
+def tail_length(num_steps: int) -> int:
+    """Return how many of the last steps the tail has."""
+    return max(1, int(num_steps * TAIL_FRACTION))
 
 
 _Part: TypeAlias = Annotated[float, Ge(0), FINITE]

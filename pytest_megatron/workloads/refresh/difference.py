@@ -20,6 +20,7 @@ from pytest_megatron.workloads.golden.model import (
     environment_of,
     is_finite,
     is_loss,
+    is_same,
 )
 from pytest_megatron.workloads.golden.policy import (
     ComparisonPolicy,
@@ -214,7 +215,7 @@ def _difference(
         if isinstance(a, float) and isinstance(b, float) and is_finite(a) and is_finite(b):
             deviations[step] = relative(b, a)
     steps = sorted(before.keys() | after.keys())
-    changed = [step for step in steps if not _is_same(before.get(step), after.get(step))]
+    changed = [step for step in steps if not is_same(before.get(step), after.get(step))]
     return MetricDifference(
         metric=name,
         num_old=len(before),
@@ -236,10 +237,6 @@ def _mean(old: Mapping[int, Value], new: Mapping[int, Value], steps: Iterable[in
     pairs = [(float(old[step]), float(new[step])) for step in steps]
     found = [(a - b) / a for a, b in pairs if abs(a) >= _ZERO]
     return sum(found) / len(found) if found else None
-
-
-def _is_same(a: Value | None, b: Value | None) -> bool:
-    return a == b or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)  # noqa: PLR0124 - nan
 
 
 def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:

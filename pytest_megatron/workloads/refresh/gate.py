@@ -15,20 +15,14 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
 from pytest_megatron.workloads.golden.compare.compare import compare
-from pytest_megatron.workloads.golden.compare.layers import tail_length
-from pytest_megatron.workloads.golden.compare.result import (
-    Point,
-    find_frozen,
-    mean_signed,
-    shared_points,
-)
+from pytest_megatron.workloads.golden.compare.result import layer_text
 from pytest_megatron.workloads.golden.model import (
     LOGPROBS,
     Golden,
@@ -36,6 +30,7 @@ from pytest_megatron.workloads.golden.model import (
     Provenance,
     Series,
     environment_of,
+    find_frozen,
     is_finite,
     is_loss,
     series_of,
@@ -49,8 +44,12 @@ from pytest_megatron.workloads.golden.policy import (
     Exact,
     LossLimits,
     Settings,
+    tail_length,
 )
 from pytest_megatron.workloads.refresh.difference import FileDifference, Trend, differ
+
+if TYPE_CHECKING:
+    from pytest_megatron.workloads.golden.compare.points import Points
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,34 +337,38 @@ def _check_metric(name: str, old: Golden, new: Golden) -> Iterator[Refusal]:
     before, after = old.metrics[name], new.metrics[name]
     if not isinstance(ComparisonPolicy.STRICT.limits(name), LossLimits | CountLimits):
         return
+    from pytest_megatron.workloads.golden.compare.points import (  # noqa: PLC0415 - numpy
+        shared_points,
+    )
+
     points = shared_points(before, after)
-    lost = before.finite().keys() - {point.step for point in points}
+    lost = before.finite().keys() - set(points.steps.tolist())
     if lost:
         steps = counted(len(lost), "step")
         text = f"{name} lacks {steps} of the old golden, {min(lost)} to {max(lost)}"
         yield Refusal(GateRule.FEWER_STEPS, text)
-    if not points:
+    if not len(points):
         return
     found = list(_check_loss(name, points, old)) if is_loss(name) else []
     yield from found or _outside(name, points, old, new)
 
 
-def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal]:
+def _check_loss(name: str, points: Points, old: Golden) -> Iterator[Refusal]:
     """Yield what a loss changes by too much: at step 1, in its mean, or in absolute differences.
 
     The mean of all steps, or of the last ones, may be off by `LOSS`, or by a multiple of what the
     old golden's repeats differ by. More needs a reason, in either direction.
     """
-    first = points[0]
-    off = (first.observed - first.golden) / (abs(first.golden) or 1.0)
-    if first.step == 1 and abs(off) > STEP_1:
+    golden = float(points.golden[0])
+    off = (float(points.observed[0]) - golden) / (abs(golden) or 1.0)
+    if points.steps[0] == 1 and abs(off) > STEP_1:
         text = f"{name} changes by {off:+.1e} at step 1: data, initialisation or forward pass"
         yield Refusal(GateRule.STEP_1, text)
     limit = max(LOSS, SPREADS * _spread_of(old, name))
     tail = points[-tail_length(len(points)) :]
     means = (
-        (mean_signed(points), ""),
-        (mean_signed(tail), f" of the last {counted(len(tail), 'step')}"),
+        (points.mean_signed, ""),
+        (tail.mean_signed, f" of the last {counted(len(tail), 'step')}"),
     )
     for sign, rule, word in ((1, GateRule.LOSS, "worse"), (-1, GateRule.BETTER, "better")):
         for mean, where in means:
@@ -373,20 +376,18 @@ def _check_loss(name: str, points: list[Point], old: Golden) -> Iterator[Refusal
                 text = f"{name} gets {word} by {abs(mean):.1e} in the mean{where}"
                 yield Refusal(rule, f"{text}, {limit:.1e} needs no reason")
                 return
-    moved = math.fsum(abs(p.signed) for p in points) / (
-        math.fsum(abs(p.golden) for p in points) or 1.0
-    )
+    moved = math.fsum(points.off) / (math.fsum(abs(points.golden)) or 1.0)
     if moved > limit:
         text = f"{name} moves by {moved:.1e} in the mean of absolute differences"
         yield Refusal(GateRule.OUTSIDE, f"{text}, {limit:.1e} needs no reason")
 
 
-def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> Iterator[Refusal]:
+def _outside(name: str, points: Points, old: Golden, new: Golden) -> Iterator[Refusal]:
     """Compare the shared steps like a run, but for single bits of another commit."""
     before, after = old.provenance or Provenance(), new.provenance or Provenance()
     is_same_commit = before.commit is not None and before.commit == after.commit
     is_clean = before.is_dirty is False and after.is_dirty is False
-    steps = {point.step for point in points}
+    steps = set(points.steps.tolist())
     # Values that change a little with a container are within the band; bits count where the
     # commit, the image, the versions and the host are those of the old golden.
     exact = Exact.AUTO if is_same_commit and is_clean else Exact.NEVER
@@ -401,7 +402,7 @@ def _outside(name: str, points: Sequence[Point], old: Golden, new: Golden) -> It
         policy=replace(ComparisonPolicy.STRICT, metrics={name: band}),
         surroundings=environment_of(after),
     )
-    failed = [layer.text for layer in comparison.layers if not layer.passed]
+    failed = [layer_text(layer) for layer in comparison.layers if not layer.passed]
     if failed:
         text = f"{name} is outside the band of the old golden: {'; '.join(failed)}"
         yield Refusal(GateRule.OUTSIDE, text)

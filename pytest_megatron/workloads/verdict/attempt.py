@@ -42,7 +42,6 @@ from pytest_megatron.triage.signatures import (
 from pytest_megatron.workloads.golden.build import series_of_generation
 from pytest_megatron.workloads.golden.collect import has_measured, read_measured
 from pytest_megatron.workloads.golden.compare.result import Comparison
-from pytest_megatron.workloads.golden.compare.rl import with_one_loss_name
 from pytest_megatron.workloads.golden.model import (
     Generation,
     MetricMap,
@@ -53,6 +52,7 @@ from pytest_megatron.workloads.golden.model import (
     is_loss,
     refuse_disagreements,
     series_of,
+    with_one_loss_name,
 )
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase

@@ -18,7 +18,6 @@ from pytest_megatron.workloads.golden.compare.result import (
     recorded,
     relative,
 )
-from pytest_megatron.workloads.golden.compare.rl import RlRules, compare_rl
 from pytest_megatron.workloads.golden.model import (
     Generation,
     Golden,
@@ -94,6 +93,11 @@ def compare_in_mode(
             raise CaseError(
                 str(case.path), f"ENV_VARS.{_START_VARIABLE} is {start!r}, expected a number"
             )
+        from pytest_megatron.workloads.golden.compare.rl import (  # noqa: PLC0415 - numpy
+            RlRules,
+            compare_rl,
+        )
+
         rules = RlRules(policy=policy, start=int(start), not_timed=not_timed)
         return compare_rl(golden, observed, metrics, rules)
     return _compare_training(case, golden, observed, metrics, policy, surroundings)
@@ -165,7 +169,7 @@ def _strength(failed: Comparison) -> float:
     if failed.is_golden_to_blame:
         return 0.0
     layers = [layer for layer in failed.layers if not layer.passed]
-    if not layers or any(layer.rule is ComparisonRule.PRESENCE for layer in layers):
+    if not layers or any(layer.layer == ComparisonRule.PRESENCE.value for layer in layers):
         is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
         return 1.0 if is_cost else math.inf
     found = [(layer.measured, layer.limit) for layer in layers]

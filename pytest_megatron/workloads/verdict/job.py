@@ -26,8 +26,7 @@ from pytest_megatron.workloads.engine.api import (
     Planned,
     Resources,
 )
-from pytest_megatron.workloads.golden.compare.rl import rl_metrics
-from pytest_megatron.workloads.golden.model import GENERATION_METRICS
+from pytest_megatron.workloads.golden.model import GENERATION_METRICS, rl_metrics
 from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,

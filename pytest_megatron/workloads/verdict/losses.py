@@ -8,8 +8,7 @@ from typing import Self
 from pytest_megatron.errors import MegatronError
 from pytest_megatron.triage.signatures import Table
 from pytest_megatron.workloads.golden.collect import has_measured
-from pytest_megatron.workloads.golden.compare.rl import LOSS
-from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
+from pytest_megatron.workloads.golden.model import LOSS, MetricMap, Series, is_loss
 from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from pytest_megatron.workloads.verdict.attempt import (

@@ -11,8 +11,8 @@ from pytest_megatron.base.schema import SchemaError, validate
 from pytest_megatron.pages.chart import allowed_around
 from pytest_megatron.runs.record import RecordedBand, RecordedMetric, to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
-from pytest_megatron.workloads.golden.compare.layers import band_around, knowledge_of
 from pytest_megatron.workloads.golden.compare.result import Comparison, recorded
+from pytest_megatron.workloads.golden.compare.strict import band_around, knowledge_of
 from pytest_megatron.workloads.golden.model import Golden, Provenance, series_of
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy, LossLimits
 
@@ -40,7 +40,7 @@ def test_a_learned_band_comes_back_step_by_step() -> None:
     known = knowledge_of(golden, "lm loss", nondeterministic=False)
     band = band_around(golden, "lm loss", golden.metrics["lm loss"], known, LossLimits())
     assert shown(golden) == pytest.approx(band.allowed)
-    assert len(set(band.widths)) > 5
+    assert len(band.as_allowed.relative) > 5
 
 
 def test_five_per_cent_of_megatron_are_five_per_cent() -> None:

@@ -18,13 +18,15 @@ from dataclasses import dataclass, replace
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.runs.record import Deviation
-from pytest_megatron.workloads.golden.compare.layers import is_within, of_summary
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
     SeriesSummary,
     StepDifference,
     counting_layer,
+    is_within,
+    summary_layer,
+    unjudged,
 )
 from pytest_megatron.workloads.golden.model import (
     COUNTS,
@@ -108,8 +110,7 @@ def _compare(pair: Pair, metric: str) -> Comparison | None:
     if metric in COUNTS:
         return _compare_count(pair, metric)
     if pair.not_timed is not None:
-        notes = (pair.not_timed,)
-        return replace(answer, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=notes)
+        return unjudged(answer, pair.not_timed)
     return _compare_throughput(pair) if metric == THROUGHPUT else _compare_memory(pair)
 
 
@@ -262,7 +263,7 @@ def _median_comparison(
         summary=summary,
         deviation=Deviation(num_compared=1),
         notes=notes,
-        layers=(of_summary(ComparisonRule.MEDIAN, summary, passed=passed).layer,),
+        layers=(summary_layer(ComparisonRule.MEDIAN, summary, passed=passed),),
     )
 
 

@@ -15,16 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pytest_megatron.base.text import counted, none_or
-from pytest_megatron.workloads.golden.compare.result import (
-    Allowed,
-    Comparison,
-    ComparisonRule,
-    SeriesSummary,
-    StepDifference,
+from pytest_megatron.runs.record import RecordedBand
+from pytest_megatron.workloads.golden.compare.points import (
     align,
     first_difference,
     measure,
     shared_points,
+)
+from pytest_megatron.workloads.golden.compare.result import (
+    Comparison,
+    ComparisonRule,
+    SeriesSummary,
+    StepDifference,
+    band_of,
 )
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series, Value
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
@@ -130,12 +133,12 @@ def _compare(
     )
 
 
-def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> Allowed | None:
+def _allowed(metric: str, golden: Series, rule: ComparisonRule, rtol: float) -> RecordedBand | None:
     """Return the values around the golden that a test allows."""
     if metric == _TIME or not len(golden):
         return None
     share = rtol if rule is ComparisonRule.APPROXIMATE else 0.0
-    return Allowed(relative=((golden.steps[0], share),))
+    return band_of({golden.steps[0]: share})
 
 
 def _judge(comparison: Comparison, golden: Series, observed: Series, tests: _Tests) -> Comparison:

@@ -16,7 +16,7 @@ _MOST_ODD = 1000  # values that are not finite, kept whatever their step
 
 
 @dataclass(slots=True)
-class _Points:
+class _KeptPoints:
     values: dict[int, float] = field(default_factory=dict)
     odd: dict[int, float] = field(default_factory=dict)
     stride: int = 1
@@ -56,14 +56,14 @@ class Curves:
     def __init__(self) -> None:
         self.disagreements: Disagreements = {}
         self.is_counted = False
-        self._curves: dict[str, _Points] = {}
+        self._curves: dict[str, _KeptPoints] = {}
 
     @classmethod
     def of(cls, values: Mapping[str, dict[int, float]], disagreements: Disagreements) -> Self:
         """Return metrics that were read as a whole, with their values by step."""
         curves = cls()
         curves.disagreements = disagreements
-        curves._curves = {name: _Points(values=known) for name, known in values.items()}
+        curves._curves = {name: _KeptPoints(values=known) for name, known in values.items()}
         return curves
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class Curves:
 
     def add(self, name: str, step: int, value: float, where: str) -> bool:
         """Add a value; return if the step has one already, which stays."""
-        curve = self._curves.setdefault(name, _Points())
+        curve = self._curves.setdefault(name, _KeptPoints())
         last, known = curve.last, curve.add(step, value)
         if known is None:
             return False

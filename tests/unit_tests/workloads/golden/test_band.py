@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import pytest
 
-from pytest_megatron.workloads.golden.compare.layers import (
+from pytest_megatron.workloads.golden.compare.strict import (
+    Learning,
     band_around,
     growing_deviation,
     knowledge_of,
     prediction_factor,
 )
 from pytest_megatron.workloads.golden.model import Golden, Provenance, series_of
-from pytest_megatron.workloads.golden.policy import Learning, LossLimits
+from pytest_megatron.workloads.golden.policy import LossLimits
 
 SERIES = series_of(dict.fromkeys(range(1, 101), 10.0), is_full_precision=True)
 

@@ -6,11 +6,10 @@ import math
 
 import pytest
 
-from pytest_megatron.runs.record import Deviation
+from pytest_megatron.runs.record import Deviation, RecordedLayer
 from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
-    Layer,
     SeriesSummary,
     StepDifference,
     comparisons_to_json,
@@ -127,7 +126,7 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
         ComparisonRule.NAN,
         first=StepDifference(step=7, observed=math.nan, golden=4.5),
         deviation=Deviation(num_compared=1, worst_step=1, largest_relative=math.inf),
-        layers=(Layer(rule=ComparisonRule.STEP_1, passed=False, measured=math.inf, limit=1e-3),),
+        layers=(RecordedLayer(layer="step 1", passed=False, measured=math.inf, limit=1e-3),),
     )
     written = comparisons_to_json([comparison], "strict")
     json.dumps(written, allow_nan=False)
@@ -169,17 +168,17 @@ def test_json_is_flat_and_has_texts_for_what_is_not_finite() -> None:
 
 def test_the_layers_are_two_lines_what_failed_first() -> None:
     layers = (
-        Layer(rule=ComparisonRule.PRESENCE, passed=True, measured=50.0, limit=50.0, unit="steps"),
-        Layer(rule=ComparisonRule.OUTLIER, passed=False, measured=0.2, limit=0.01, place="step 7"),
+        RecordedLayer(layer="presence", passed=True, measured=50.0, limit=50.0, unit="steps"),
+        RecordedLayer(layer="outlier", passed=False, measured=0.2, limit=0.01, place="step 7"),
     )
     assert render_layers(failed(ComparisonRule.OUTLIER, layers=layers)) == [
         "failed: outlier 2.0e-01 of 1.0e-02 (step 7)",
         "passed: presence 50 of 50 steps",
     ]
     assert render_layers(failed(ComparisonRule.OUTLIER)) == []
-    close = Layer(rule=ComparisonRule.TAIL, passed=False, measured=1.04e-3, limit=1e-3)
+    close = RecordedLayer(layer="tail mean", passed=False, measured=1.04e-3, limit=1e-3)
     assert render_layers(failed(ComparisonRule.TAIL, layers=(close,))) == [
-        f"failed: {close.rule.value} 1.04e-03 of 1.00e-03"
+        f"failed: {close.layer} 1.04e-03 of 1.00e-03"
     ]
 
 

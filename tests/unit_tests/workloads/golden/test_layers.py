@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.workloads.golden.compare.compare import compare
-from pytest_megatron.workloads.golden.compare.result import Comparison, ComparisonRule
+from pytest_megatron.workloads.golden.compare.result import Comparison, ComparisonRule, layer_text
 from pytest_megatron.workloads.golden.model import (
     NOWHERE,
     Golden,
@@ -56,10 +56,10 @@ def scaled(factor: float, start: int = 1, values: Values = LOSS) -> Values:
 
 def test_every_layer_says_what_it_measured_against_which_limit() -> None:
     layers = judge(scaled(1.0001, 38), provenance=None).layers
-    assert [layer.rule.value for layer in layers] == [
+    assert [layer.layer for layer in layers] == [
         *("presence", "step 1", "frozen", "early window", "band", "outlier", "mean", "tail mean")
     ]
-    assert [layer.text for layer in layers[:5]] == [
+    assert [layer_text(layer) for layer in layers[:5]] == [
         "presence 50 of 50 steps",
         "step 1 0.0e+00 of 1.0e-03",
         "frozen 0 of 4 steps",
@@ -72,7 +72,7 @@ def test_every_layer_says_what_it_measured_against_which_limit() -> None:
 def test_layers_after_the_one_that_decides_are_measured_too() -> None:
     comparison = judge(scaled(1.01), provenance=None)
     assert comparison.rule is ComparisonRule.STEP_1
-    failed = [layer.rule for layer in comparison.layers if not layer.passed]
+    failed = [ComparisonRule(layer.layer) for layer in comparison.layers if not layer.passed]
     assert failed == [
         ComparisonRule.STEP_1,
         ComparisonRule.EARLY,

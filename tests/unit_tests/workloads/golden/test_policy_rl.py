@@ -7,8 +7,14 @@ import math
 import pytest
 
 from pytest_megatron.workloads.golden.compare.result import ComparisonRule, render
-from pytest_megatron.workloads.golden.compare.rl import RlRules, compare_rl, rl_metrics
-from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, series_of
+from pytest_megatron.workloads.golden.compare.rl import RlRules, compare_rl
+from pytest_megatron.workloads.golden.model import (
+    Golden,
+    MetricMap,
+    Provenance,
+    rl_metrics,
+    series_of,
+)
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 
 STEPS = range(1, 11)

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from gc import collect as collect_garbage
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
 from typing import IO, TextIO
+from weakref import ref
 
 import pluggy
 import pytest
@@ -50,6 +51,7 @@ from pytest_megatron.process.tree import end_if_forked
 
 _NOT_KNOWN = SystemExit(70)  # pytest does not pass on the exception of a finalizer
 _GROUP_TWICE = "initialize the default process group twice"  # as torch words it
+_NEW = 1  # generation of objects that a garbage collection has seen once at most
 _SLOW_S = 0.2  # a phase this long is reported at its end, not with the test
 _OWN_ATTRIBUTES = frozenset(
     vars(pytest.TestReport("", ("", 0, ""), {}, "passed", None, "call"))  # others belong to plugins
@@ -83,6 +85,7 @@ class RankPlugin:
         self._is_clean = True
         self._is_in_phase = False
         self._last: pytest.Item | None = None
+        self._failures: list[ref[pytest.ExceptionInfo[BaseException]]] = []
         self.printed = _Printed()
         self._shown = ""
         self.debugger = RankDebugger(self.printed)
@@ -112,7 +115,7 @@ class RankPlugin:
         self._run = run
         if self.is_rerun(item):
             _forget_failure(item)
-        self._reports, self._warnings, self._lines = [], [], {}
+        self._reports, self._warnings, self._lines, self._failures = [], [], {}, []
         self._has_failed = self._has_failed_subtest = False
         self._is_clean = True
         self._last = item
@@ -138,7 +141,7 @@ class RankPlugin:
             self.measurement.end_test(is_last=run.next_index == NOTHING)
         poison = bootstrap.find_poison() if self._has_failed else ""
         if self._has_failed:
-            _free_failure()
+            self._free_failure(item)
         poison = self._mend(item, is_last=run.next_index == NOTHING) or poison
         bootstrap.calm_gloo()
         counts = count_collectives(self.rank_config.world_size)
@@ -156,6 +159,20 @@ class RankPlugin:
             is_clean=self._is_clean and not stop and not poison,
             lines=self._lines,
         )
+
+    def _free_failure(self, item: pytest.Item) -> None:
+        """Free the variables of a failed test: its tensors would fill the GPU of the next ones.
+
+        pytest keeps the exception, for a debugger, until the next test is called; its frames refer
+        to each other. As a rule they are new, and a search among all objects takes as long as the
+        loaded modules are many.
+        """
+        for name in ("exc", "value", "traceback", "type"):
+            vars(sys).pop(f"last_{name}", None)
+        collect_garbage(_NEW)
+        is_alive = any(failure() is not None for failure in self._failures)
+        if is_alive and not any(_broken_fixtures(item)):
+            collect_garbage()
 
     def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
         """Restore the state that the test changed, with a warning that names the test.
@@ -268,6 +285,7 @@ class RankPlugin:
             return report
         self._lines = take_lines(report)
         if report.failed:
+            self._failures += [] if call.excinfo is None else [ref(call.excinfo)]
             report.sections += notes_on_failure(item)
             report.sections += self._notes_on_groups(call.excinfo)
         self._take(item.config, report)
@@ -431,15 +449,13 @@ def _words_of(error: BaseException | None) -> str:
     return "\n".join(map(said_by, found))
 
 
-def _free_failure() -> None:
-    """Free the variables of a failed test: its tensors would fill the GPU of the next ones.
-
-    pytest keeps the exception, for a debugger, until the next test is called; its frames refer to
-    each other.
-    """
-    for name in ("exc", "value", "traceback", "type"):
-        vars(sys).pop(f"last_{name}", None)
-    collect_garbage()
+def _broken_fixtures(item: pytest.Item) -> Iterator[pytest.FixtureDef[object]]:
+    """Yield fixtures of a test whose exception pytest keeps, to raise it in other tests as well."""
+    info = getattr(item, "_fixtureinfo", None)
+    for definitions in () if info is None else info.name2fixturedefs.values():
+        for definition in definitions:
+            if definition.cached_result is not None and definition.cached_result[2]:
+                yield definition
 
 
 def _forget_failure(item: pytest.Item) -> None:
@@ -448,12 +464,9 @@ def _forget_failure(item: pytest.Item) -> None:
     Source: pytest-rerunfailures 16, _remove_cached_results_from_failed_fixtures(), which does so
     if a test is rerun in its own process.
     """
-    info = getattr(item, "_fixtureinfo", None)
-    for definitions in () if info is None else info.name2fixturedefs.values():
-        for definition in definitions:
-            if definition.cached_result is not None and definition.cached_result[2]:
-                definition.cached_result = None
-                definition._finalizers.clear()  # pytest checks that it is empty
+    for definition in _broken_fixtures(item):
+        definition.cached_result = None
+        definition._finalizers.clear()  # pytest checks that it is empty
     if getattr(item, "_instance", None) is not None:
         del vars(item)["_instance"]  # a class of its own again
         vars(item)["_obj"] = None  # bound to the old instance

@@ -9,6 +9,7 @@ from gang_suite import Suite
 
 SUITE = """
     import builtins
+    import gc
     import os
     import shutil
     import weakref
@@ -137,6 +138,11 @@ SUITE = """
 
 
     LARGE = []
+    COLLECTED = []
+
+
+    def note(phase, info):
+        COLLECTED.append(info["generation"])
 
 
     def use_memory():
@@ -151,6 +157,7 @@ SUITE = """
         except ValueError:
             other = torch.ones(1)
             LARGE.append(weakref.ref(other))
+            gc.collect()  # they are old when the test fails
             assert use_memory() is other
 
 
@@ -161,6 +168,27 @@ SUITE = """
 
     def test_v_has_their_memory(num_tensors):
         assert (num_tensors, len(LARGE)) == (0, 3)
+
+
+    @pytest.fixture(scope="module")
+    def broken():
+        raise ValueError
+
+
+    def test_w_fails_at_once():
+        gc.callbacks.append(note)
+        use_memory()
+
+
+    def test_x_has_a_broken_fixture(broken):
+        pass
+
+
+    def test_y_has_their_memory_and_nothing_old_was_looked_at(num_tensors):
+        gc.callbacks.remove(note)
+        assert (num_tensors, len(LARGE)) == (0, 4)
+        assert COLLECTED
+        assert 2 not in COLLECTED
 """
 _WARNING = re.compile(
     r"^(test_\S+)\n  .*?PytestWarning: the test left its rank (.*)$", re.MULTILINE
@@ -171,8 +199,12 @@ def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Pat
     suite = Suite(tmp_path).write(test_state=SUITE)
     run = suite.run("-v", "--ranks=2", "--device=cpu", "--basetemp=tmp")
     failed = [name.rpartition("::")[2] for name, word in run.words.items() if word != "PASSED"]
-    assert failed == ["test_u_fails_with_large_tensors"], run.stdout
-    assert len(run.words) == 22
+    assert failed == [
+        "test_u_fails_with_large_tensors",
+        "test_w_fails_at_once",
+        "test_x_has_a_broken_fixture",
+    ], run.stdout
+    assert len(run.words) == 25
     told = {name.rpartition("::")[2]: text for name, text in _WARNING.findall(run.stdout)}
     assert sorted(told) == [
         "test_a_leaves_a_small_group",

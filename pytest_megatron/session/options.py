@@ -614,7 +614,7 @@ class Options:
         "fork ranks from what pytest has loaded, or have each of them collect for itself, from the "
         "start of the session on",
         "auto",
-        "auto: fork, unless a file reads the rank while it is collected; these collect afterwards",
+        "auto: fork, unless a file reads the rank while it is collected",
     )
     preload: tuple[str, ...] = WORDS(
         "preload",

@@ -220,8 +220,6 @@ class GangPool:
         if not gc.get_freeze_count():
             gc.freeze()
         reason = why_per_rank(config, self._options, sizes, self._default_size)
-        if not reason:
-            self.drop_ahead()
         self.leases.close()  # those of ranks that began ahead: a wider gang may come first
         if reason:
             _LOG.info("every rank collects for itself: %s", reason)

@@ -200,10 +200,12 @@ class GangPlugin(RecordCarrier):
 
     def pytest_report_collectionfinish(self) -> str | None:
         """Propose the setting that fits a project whose files read the rank."""
-        watch = self._config.stash[KEY].watch
-        readers = [] if watch is None or not self._specs else watch.rank_readers
+        start_env = self._config.stash[KEY]
+        late = [] if start_env.watch is None else start_env.watch.rank_readers
+        readers = [start_env.reader] if start_env.reader else late
         start, option = self._options.gang_start, self._config.option
-        if not readers or start == "collect" or option.collectonly or option.verbose < 0:
+        is_unasked = start == "collect" or option.collectonly or option.verbose < 0
+        if not self._specs or not readers or is_unasked:
             return None
         reader = self._run.shorten(readers[0])
         if start == "fork":
@@ -211,9 +213,12 @@ class GangPlugin(RecordCarrier):
                 f"megatron: ranks are forked, by megatron_gang_start = fork, and have what was "
                 f"read for rank 0: {reader}"
             )
+        when, result = "after", ", and they do so at the same time"
+        if start_env.reader:
+            when, result = "beside", " if that is always so"
         return (
-            f"megatron: every rank collects for itself, after this process, for {reader}; write "
-            f"megatron_gang_start = collect into the ini file, and they do so at the same time"
+            f"megatron: every rank collects for itself, {when} this process, for {reader}; write "
+            f"megatron_gang_start = collect into the ini file{result}"
         )
 
     # The loop

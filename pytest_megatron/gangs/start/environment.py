@@ -206,6 +206,7 @@ class StartEnvironment:
         watch: None in a session without options for gangs.
         preloaded: The process that ranks which collect for themselves are forked from, if any.
         size: Ranks of a node, and nodes, as typed; None without options for gangs.
+        reader: Where the source reads the rank while it is collected, as found before; "" if not.
         is_collecting: Whether ranks begin to collect beside the controller, with the session.
         lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
     """
@@ -217,6 +218,7 @@ class StartEnvironment:
     watch: EnvWatch | None = None
     preloaded: PreloadedProcess | None = None
     size: tuple[int, int] | None = None
+    reader: str = ""
     is_collecting: bool = False
     lease: Lease | None = None
 
@@ -235,7 +237,7 @@ class StartEnvironment:
             self.watch.stop()
             self.stop_preloaded()
             self.size = self.watch = None
-            self.is_collecting = False
+            self.is_collecting, self.reader = False, ""
 
 
 KEY = pytest.StashKey[StartEnvironment]()
@@ -287,6 +289,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     from pytest_megatron.gangs.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.no_groups import NoGroups  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.preload import start_preloaded  # noqa: PLC0415 - not for all
+    from pytest_megatron.gangs.start.rank_readers import find_reader  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.topology import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.process.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
 
@@ -301,22 +304,25 @@ def record_start_environment(early_config: pytest.Config) -> None:
             preload()
 
     given = early_config.known_args_namespace
-    start = chosen_ini(early_config, "megatron_gang_start")
+    start = chosen_ini(early_config, "megatron_gang_start") or "auto"
     may_collect = start != "fork" and not (given.collectonly or _is_for_others(early_config))
     per_node, num_nodes = size
     world_size = per_node * num_nodes
     nodes = Nodes(num_nodes=num_nodes, ranks_per_node=per_node)
     env = rank_env(nodes.place(world_size)[0], world_size)
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
+    may_begin = may_collect and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ
+    if start == "auto" and may_begin:
+        start_env.reader = find_reader(early_config, world_size)
     watch = start_env.watch = EnvWatch({**env, **harmless}, on_rank_read)
     watch.start()
     early_config.add_cleanup(watch.stop)
     no_groups = NoGroups()
     no_groups.start()
     early_config.add_cleanup(no_groups.stop)
-    if may_collect and start == "collect" and start_env.preloaded is None:
+    if may_collect and (start == "collect" or start_env.reader) and start_env.preloaded is None:
         preload()
-        start_env.is_collecting = num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ
+        start_env.is_collecting = may_begin
     early_config.pluginmanager.register(StartEnvironmentPlugin(watch, no_groups), PLUGIN_NAME)
 
 

@@ -89,7 +89,10 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
                 f"{obstacle}; write auto"
             )
         return ""
-    watch = config.stash[KEY].watch
+    start_env = config.stash[KEY]
+    watch = start_env.watch
+    if start_env.reader:
+        return start_env.reader
     if watch is None:
         found = find_rank_words(list(sys.modules.values()), config.rootpath)
     else:

@@ -1,7 +1,8 @@
-"""Ranks that collect beside the controller, by `megatron_gang_start = collect`."""
+"""Ranks that collect beside the controller, as its files say or `megatron_gang_start = collect`."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -58,23 +59,27 @@ def suite(tmp_path: Path) -> Suite:
 def test_ranks_collect_while_the_controller_does_so(suite: Suite, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    run = suite.run("-v", "--ranks=2", *COLLECT, env={"NOTES": str(notes)})
+    run = suite.run("-v", "--ranks=2", env={"NOTES": str(notes)})
     assert (run.words, run.returncode) == (OUTCOMES, 1), run.stdout
-    assert "every rank collects for itself: megatron_gang_start=collect" in run.stdout
+    assert re.search(r"every rank collects for itself: RANK in \S*conftest.py:8\n", run.stdout)
     failed = suite.run(
         "-v", "--ranks=2", *COLLECT, "--lf", "-k", "fails or skipped", "test_some.py"
     )
     assert failed.words == {"test_fails": "FAILED"}, failed.stdout
+    assert "every rank collects for itself: megatron_gang_start=collect" in failed.stdout
 
 
 def test_a_project_that_reads_the_rank_is_told_of_the_setting(suite: Suite) -> None:
     run = suite.run("-v", "--ranks=2")
     assert run.words == OUTCOMES, run.stdout
-    line = (
-        "\nmegatron: every rank collects for itself, after this process, for RANK in conftest.py:8;"
-    )
-    assert f"{line} write megatron_gang_start = collect into the ini file" in run.stdout, run.stdout
+    line = "\nmegatron: every rank collects for itself, {} this process, for RANK in conftest.py:8;"
+    line += " write megatron_gang_start = collect into the ini file{}\n"
+    assert line.format("beside", " if that is always so") in run.stdout, run.stdout
     assert "into the ini file" not in suite.run("-v", "--ranks=2", *COLLECT).stdout
+    suite.write(conftest=CONFTEST.replace('"RANK"', '"".join(["RA", "NK"])'))  # nobody sees that
+    late = suite.run("-v", "--ranks=2")
+    assert late.words == OUTCOMES, late.stdout
+    assert line.format("after", ", and they do so at the same time") in late.stdout, late.stdout
     suite.write(conftest="", test_some=TESTS)
     assert "into the ini file" not in suite.run("-v", "--ranks=2").stdout
 

@@ -28,7 +28,7 @@ def _rules(shown: Mapping[str, CheckRule]) -> Iterator[str]:
     for group, members in itertools.groupby(shown.values(), key=lambda rule: rule.group):
         yield f"| **{group}** | | | | | |"
         for rule in members:
-            cells = (rule.checks, rule.wrong, rule.mend, rule.source)
+            cells = (rule.checks, rule.wrong, rule.fix, rule.source)
             words = (cell.replace("|", "\\|").replace("*", "\\*") for cell in cells)
             yield f"| `{rule.id}` | {rule.severity.value} | {' | '.join(words)} |"
 

@@ -213,7 +213,7 @@ SHORT_COMMIT = 12  # characters of a commit that is shown
 _REFUSAL = re.compile(r"^\s*(git config --global --add safe\.directory .+)$", re.MULTILINE)
 
 
-def mend_of_owner(message: str) -> str | None:
+def fix_of_owner(message: str) -> str | None:
     """Return the command that lets git read a checkout that it refuses by its owner.
 
     None for any other message of git.
@@ -228,7 +228,7 @@ def ask_git_for_owner(root: Path) -> str | None:
         done = run_git(root, "rev-parse", "--git-dir")
     except OSError:
         return None
-    return mend_of_owner(os.fsdecode(done.stderr))
+    return fix_of_owner(os.fsdecode(done.stderr))
 
 
 def ask_git(root: Path, *arguments: str) -> str | None:

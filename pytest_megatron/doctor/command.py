@@ -108,7 +108,7 @@ def _as_text(examination: Examination) -> str:
     for finding in examination.findings:
         lines += ["", f"{finding.severity.value}: {_found(finding)} [{finding.rule.id}]"]
         lines += _indented(finding.wrong, "    ")
-        lines += _indented(f"-> {finding.mend}", "    ", "       ")
+        lines += _indented(f"-> {finding.fix}", "    ", "       ")
         trouble = f"; known as: {finding.rule.trouble}" if finding.rule.trouble else ""
         lines += _indented(f"({finding.source}{trouble})", "    ", "     ")
     return "".join(f"{line}\n" for line in [*lines, "", _end(examination)])
@@ -224,7 +224,7 @@ def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFa
         devices=look_at_devices(system),
         machine=look_at_machine(system),
         slurm=look_at_slurm(system),
-        git_mend=look_at_checkout(system),
+        git_fix=look_at_checkout(system),
     )
     if with_collective and facts.torch is not None and facts.torch.problem is None:
         num_gpus = facts.torch.count if facts.torch.cuda_problem is None else 0

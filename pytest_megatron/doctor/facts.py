@@ -178,7 +178,7 @@ class EnvironmentFacts:
     """All of it.
 
     Attributes:
-        git_mend: Command that lets git read the project, where it refuses by the owner.
+        git_fix: Command that lets git read the project, where it refuses by the owner.
         megatrons: Directories that `megatron.core` is found in, in order of import.
     """
 
@@ -189,7 +189,7 @@ class EnvironmentFacts:
     devices: Devices = field(default_factory=Devices)
     machine: MachineFacts = field(default_factory=MachineFacts)
     slurm: Slurm = field(default_factory=Slurm)
-    git_mend: str | None = None
+    git_fix: str | None = None
     collectives: tuple[CollectiveProbe, ...] = ()
 
 

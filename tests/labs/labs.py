@@ -209,7 +209,7 @@ class SlurmLab:
         """Start slurmctld, and wait until it answers."""
         self._keeper.do("start-controller")
 
-    def mend(self) -> None:
+    def fix(self) -> None:
         """Bring back what was killed and end all jobs: as after the start, but for old jobs."""
         self.start_controller()
         for number in range(1, NUM_NODES + 1):  # or jobs on dead nodes end only when it is noticed
@@ -300,7 +300,7 @@ def dockerd() -> Iterator[DockerLab]:
 
 @pytest.fixture(scope="session")
 def slurm_lab() -> Iterator[SlurmLab]:
-    """A Slurm that all tests of this process share; who kills nodes calls `mend` afterwards."""
+    """A Slurm that all tests of this process share; who kills nodes calls `fix` afterwards."""
     missing = _missing("slurm_lab.sh")
     if missing:
         skip(f"needs Slurm: {missing} not installed; as root: tests/labs/slurm_lab.sh install")

@@ -198,7 +198,7 @@ PAGES: Mapping[str, Mapping[str, object]] = {
                         "rule": {"id": EVIL},
                         "where": EVIL,
                         "found": EVIL,
-                        "mend": EVIL,
+                        "fix": EVIL,
                     }
                 ],
             )

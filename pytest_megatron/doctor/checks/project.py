@@ -27,8 +27,8 @@ def check_project(facts: EnvironmentFacts, system: SystemView) -> Iterator[RuleM
     active = system.env.get("VIRTUAL_ENV")
     if active and Path(active).resolve() != facts.python.prefix.resolve():
         yield RuleMatch("another-environment", active=active, prefix=facts.python.prefix)
-    if facts.git_mend is not None:
-        yield RuleMatch("git-owner", project=system.project, mend=facts.git_mend)
+    if facts.git_fix is not None:
+        yield RuleMatch("git-owner", project=system.project, fix=facts.git_fix)
 
 
 _MOST_ROWS = 3

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import cast
 
 from pytest_megatron.base.files import JsonValue, parse_json
-from pytest_megatron.base.project import mend_of_owner
+from pytest_megatron.base.project import fix_of_owner
 from pytest_megatron.base.schema import trusted
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.doctor.facts import (
@@ -263,7 +263,7 @@ def look_at_checkout(system: SystemView) -> str | None:
     if git is None:
         return None
     command = [str(git), "-C", str(system.project), "rev-parse", "--git-dir"]
-    return mend_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=system.env).text)
+    return fix_of_owner(run(command, limit_s=_PROGRAM_LIMIT_S, env=system.env).text)
 
 
 def look_at_slurm(system: SystemView) -> Slurm:

@@ -142,7 +142,7 @@ class RankPlugin:
         poison = bootstrap.find_poison() if self._has_failed else ""
         if self._has_failed:
             self._free_failure(item)
-        poison = self._mend(item, is_last=run.next_index == NOTHING) or poison
+        poison = self._restore(item, is_last=run.next_index == NOTHING) or poison
         bootstrap.calm_gloo()
         counts = count_collectives(self.rank_config.world_size)
         return Done(
@@ -174,7 +174,7 @@ class RankPlugin:
         if is_alive and not any(_broken_fixtures(item)):
             collect_garbage()
 
-    def _mend(self, item: pytest.Item, *, is_last: bool) -> str:
+    def _restore(self, item: pytest.Item, *, is_last: bool) -> str:
         """Restore the state that the test changed, with a warning that names the test.
 
         Returns:

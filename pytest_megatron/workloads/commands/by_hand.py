@@ -166,7 +166,7 @@ class ByHand:
             said = "; ".join(told[-2:])
             raise LaunchError(
                 line,
-                f"ended with exit code {end.returncode}, {far}: {said}; mend it, then record it; "
+                f"ended with exit code {end.returncode}, {far}: {said}; fix it, then record it; "
                 f"nothing was written",
             )
         return RunByHand(end, tuple(search.places), tuple(search.others), tuple(search.passed_over))

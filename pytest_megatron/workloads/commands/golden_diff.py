@@ -13,7 +13,7 @@ import click
 
 from pytest_megatron.base.command import echo_json, format_option, root_option
 from pytest_megatron.base.files import read_bytes
-from pytest_megatron.base.project import mend_of_owner, run_git
+from pytest_megatron.base.project import fix_of_owner, run_git
 from pytest_megatron.base.text import printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.model import Golden
@@ -207,8 +207,8 @@ def _git(root: Path, *arguments: str, given: str = "") -> bytes:
         raise GoldenError("git", f"cannot be started: {error.strerror}") from error
     if done.returncode:
         words = done.stderr.decode(errors="replace")
-        if (mend := mend_of_owner(words)) is not None:
-            raise GoldenError(str(root), f"git refuses it, another user owns it; {mend}")
+        if (fix := fix_of_owner(words)) is not None:
+            raise GoldenError(str(root), f"git refuses it, another user owns it; {fix}")
         said = words.strip().splitlines() or ["it failed"]
         raise GoldenError(
             str(root), f"git says: {said[-1]}; give a commit that `git log` shows here"

@@ -111,7 +111,7 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
         raise LaunchError(
             line,
             f"ended with exit code 0 at step {best.last_step} of its {best.names[0]}, and "
-            f"{length[0]} is {length[1]}; nothing was written: mend it, or change {length[0]}",
+            f"{length[0]} is {length[1]}; nothing was written: fix it, or change {length[0]}",
         )
     _check_steps(ran, best, line)
     return best
@@ -529,10 +529,10 @@ def _refuse_quoted(words: Sequence[str]) -> None:
     line = words[0]
     if len(words) > 1 or not re.search(r"\s", line) or shutil.which(line):
         return
-    mend = f"-- sh -c {shlex.quote(line)}" if re.search(r"[|&;<>$`]", line) else f"-- {line}"
+    fix = f"-- sh -c {shlex.quote(line)}" if re.search(r"[|&;<>$`]", line) else f"-- {line}"
     raise RecipeError(
         shlex.quote(line),
-        f"is one word because of its quotes, and no shell runs it; give {mend}; nothing was run",
+        f"is one word because of its quotes, and no shell runs it; give {fix}; nothing was run",
     )
 
 

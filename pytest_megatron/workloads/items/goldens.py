@@ -104,7 +104,7 @@ class GoldenWriter:
         except GoldenError as error:
             raise GoldenError(
                 self._session.shorten(error.where),
-                f"the golden is broken, nothing was run: {error.problem}; mend it, or write it "
+                f"the golden is broken, nothing was run: {error.problem}; fix it, or write it "
                 "anew with `--golden refresh`",
             ) from error
         if job.case is not None:
@@ -197,11 +197,11 @@ class GoldenWriter:
             return
         state = f"has uncommitted changes ({listed(facts.uncommitted, MOST_NAMED)})"
         state = "has no git commit" if facts.commit is None else state
-        if facts.commit is None and (mend := ask_git_for_owner(self._root)) is not None:
+        if facts.commit is None and (fix := ask_git_for_owner(self._root)) is not None:
             raise GoldenError(
                 str(self._root),
                 f"--golden {self._options.golden}: git refuses the tree, which another user owns, "
-                f"expected a commit that the golden can name; {mend}",
+                f"expected a commit that the golden can name; {fix}",
             )
         raise GoldenError(
             str(self._root),

@@ -43,7 +43,7 @@ from pytest_megatron.workloads.verdict.retry import fingerprint
 _INDENT = "    "
 _WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
-_RECORD_AGAIN = "mend the golden, or write it anew with `--golden refresh`: no run can pass"
+_RECORD_AGAIN = "fix the golden, or write it anew with `--golden refresh`: no run can pass"
 _LINE_EVERY_S = 10.0
 _NOTE_EVERY_S = 2.0  # a note is on the disk before a reader sees it
 _SECOND_MS = 1000

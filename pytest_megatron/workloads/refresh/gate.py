@@ -525,12 +525,12 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
         )
         return
     if candidate.is_expected_to_fail:
-        text = "the case is expected to fail, and did; mend it and take TEST_EVALUATION out of it"
+        text = "the case is expected to fail, and did; fix it and take TEST_EVALUATION out of it"
         yield Refusal(GateRule.EXPECTED_FAILURE, text)
         return
     if candidate.is_quarantined:
         text = (
-            "its failure did not count, so nothing says it is right; mend it and end its "
+            "its failure did not count, so nothing says it is right; fix it and end its "
             "quarantine, then run it again"
         )
         yield Refusal(GateRule.QUARANTINE, text)
@@ -544,7 +544,7 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
         yield Refusal(GateRule.NOT_TRAINED, text)
     counted_codes = (code for a in candidate.attempts if a.note is None for code in a.exit_codes)
     if not failed and (bad := next(filter(None, counted_codes), None)):
-        text = f"a phase ended with exit code {bad}; mend the training, then run it again"
+        text = f"a phase ended with exit code {bad}; fix the training, then run it again"
         yield Refusal(GateRule.NOT_TRAINED, text)
     faults = [f for a in candidate.attempts if a.health is not None for f in a.health.faults]
     if faults:
@@ -598,7 +598,7 @@ def _check_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterat
         bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
         if bad is not None:
             text = (
-                f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number; mend the "
+                f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number; fix the "
                 "training"
             )
             if name not in KEPT_METRICS:
@@ -654,7 +654,7 @@ def _frozen(new: Golden, old: Golden) -> Iterator[Refusal]:
         if is_loss(name) and before is not None and (found := _constant(series, before)):
             text = (
                 f"{name} is the same from step {found[0]} to {found[1]}, where the old golden "
-                "moves; mend the training, or, if that is meant, delete the old golden, then "
+                "moves; fix the training, or, if that is meant, delete the old golden, then "
                 "record it"
             )
             yield Refusal(GateRule.FROZEN, text)

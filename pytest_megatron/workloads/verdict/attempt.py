@@ -490,15 +490,15 @@ def _not_resumed(
     first = min((metrics[name].steps[0] for name in names), default=None)
     if after is None or first is None or first > after:
         return None
-    mend = "set --load to ${CHECKPOINT_LOAD_PATH}"
+    fix = "set --load to ${CHECKPOINT_LOAD_PATH}"
     if is_own:
-        mend = (
+        fix = (
             "see `load` of resume, and whether the program restores its count of steps, and logs "
             "to a place that holds none of before"
         )
     return (
         f"it did not load its checkpoint: its first step is {first}, expected it to go on after "
-        f"{after}; {mend}"
+        f"{after}; {fix}"
     )
 
 
@@ -747,7 +747,7 @@ def evaluate(case: WorkloadCase | None, problem: str | None) -> Evaluated:
     if problem is None:
         text = (
             "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
-            f"if that is mended, remove TEST_EVALUATION from {case.path}"
+            f"if that is fixed, remove TEST_EVALUATION from {case.path}"
         )
         return Evaluated(problem=text)
     pattern = case.expected_failure

@@ -70,7 +70,7 @@ HEADLINES = {
     ),
     "broken_golden": (
         r"golden_values/gpt/broken_golden/golden_values_dev_cpu.json:1:14: the golden is broken, "
-        r"nothing was run: not JSON: .*; mend it, or write it anew with `--golden refresh`"
+        r"nothing was run: not JSON: .*; fix it, or write it anew with `--golden refresh`"
     ),
     "node": (
         r"rank 1 of 2 wrote 'slurmstepd: error: \*\*\* STEP 12.0 ON node12 CANCELLED AT "

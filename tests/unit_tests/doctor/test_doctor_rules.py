@@ -17,7 +17,7 @@ from pytest_megatron.workloads.training.checks.rules import RuleMatch
 def test_a_rule_fills_in_its_texts(rule: object) -> None:
     assert isinstance(rule, type(next(iter(rules().values()))))
     finding = finding_of(RuleMatch(rule.id, **dict.fromkeys(rule.names, "{x}")))
-    assert all((finding.found, finding.wrong, finding.mend, finding.source, rule.checks))
+    assert all((finding.found, finding.wrong, finding.fix, finding.source, rule.checks))
 
 
 def test_the_install_guides_troubles_are_there_by_name() -> None:

@@ -40,7 +40,7 @@ def test_a_broken_environment_gives_the_one_finding_that_says_so(staged: Staged,
     counted = [f for f in examination.findings if f.severity is not Severity.NOTE]
     counted = [f for f in counted if f.rule.id not in REAL]
     assert [finding.rule.id for finding in counted] == [rule]
-    text = f"{counted[0].found} {counted[0].wrong} {counted[0].mend}"
+    text = f"{counted[0].found} {counted[0].wrong} {counted[0].fix}"
     assert re.search(words, text), text
     assert examination.exit_code(is_strict=True) == (
         2 if counted[0].severity is Severity.ERROR else 1
@@ -53,17 +53,17 @@ def test_a_sound_environment_has_only_notes_on_what_could_be_added(staged: Stage
     found = examine(staged.places, with_collective=False).findings
     notes = [finding for finding in found if finding.rule.id not in REAL]
     assert [finding.rule.id for finding in notes] == ["compiled-missing"] * 6
-    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in notes[0].mend
+    assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in notes[0].fix
 
 
-def test_what_doctor_says_of_the_owner_of_a_checkout_mends_it(staged: Staged) -> None:
+def test_what_doctor_says_of_the_owner_of_a_checkout_fixes_it(staged: Staged) -> None:
     staged.torch()
     staged.git()
     assert "git-owner" not in rules_found(staged)
     staged.env["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"
     found = examine(staged.places, with_collective=False).findings
-    (mend,) = [finding.mend for finding in found if finding.rule.id == "git-owner"]
-    subprocess.run(shlex.split(mend), check=True, env=staged.env)
+    (fix,) = [finding.fix for finding in found if finding.rule.id == "git-owner"]
+    subprocess.run(shlex.split(fix), check=True, env=staged.env)
     assert "git-owner" not in rules_found(staged)
 
 

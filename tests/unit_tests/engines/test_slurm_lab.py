@@ -98,7 +98,7 @@ def troubled(
     ended = {item: u.outcome for item, u in last.items() if u.outcome is not None}
     yield {**ended, **outcomes(engine, 6 - len(ended))}
     engine.close()
-    slurm_lab.mend()
+    slurm_lab.fix()
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     host = Path(f"{project.state('moved')}.host").read_text()
     slurm_lab.ask("scontrol", "update", f"nodename={host}", "state=down", "reason=test")
     text, _ = process.communicate(timeout=_SLOW_S)
-    slurm_lab.mend()
+    slurm_lab.fix()
     run = SessionRun(
         returncode=process.returncode, stdout=text, stderr="", directory=project.root / "run"
     )

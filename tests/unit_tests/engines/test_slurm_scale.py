@@ -24,7 +24,7 @@ def run(slurm_lab: SlurmLab, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield run
     finally:
         run.end()
-        slurm_lab.mend()
+        slurm_lab.fix()
 
 
 def carry_out(run: ScaleRun) -> None:

@@ -214,6 +214,6 @@ def test_a_node_that_is_lost_ends_the_others_and_is_named(
         slurm_lab.kill_node(int(host.removeprefix("node")))
         record = job.ended("NODE_FAIL", "FAILED")
     finally:
-        slurm_lab.mend()
+        slurm_lab.fix()
     assert record.trouble is not None
     assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.LOST, (host,))

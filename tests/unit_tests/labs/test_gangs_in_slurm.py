@@ -152,7 +152,7 @@ def test_a_killed_node_fails_the_running_test_and_those_that_need_it(
     finally:
         session.kill()  # srun waits until Slurm misses the node
         session.wait()
-        slurm_lab.mend()
+        slurm_lab.fix()
     gone = "node 1 (rank 1) is gone"
     assert junit_results(project / "out.xml") == {
         "test_passes": ("passed", ""),

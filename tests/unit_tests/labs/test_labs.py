@@ -41,7 +41,7 @@ def test_a_killed_node_fails_its_job_and_can_come_back(slurm_lab: SlurmLab, tmp_
     slurm_lab.kill_node(2)
     slurm_lab.ask("scontrol", "update", "nodename=node2", "state=down", "reason=power")
     assert slurm_lab.wait_for(job) == "NODE_FAIL"
-    slurm_lab.mend()
+    slurm_lab.fix()
     idle = slurm_lab.ask("sinfo", "-h", "-p", "debug", "-t", "idle", "-o", "%D")
     assert int(idle) == NUM_NODES
 

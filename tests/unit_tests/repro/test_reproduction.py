@@ -101,7 +101,7 @@ def test_several_failures_are_listed(artifact: tuple[Path, Path]) -> None:
     assert "4 items failed; name one:\n  test_a.py::test_victim\n" in done.stderr
 
 
-def test_a_mended_checkout_passes_and_a_broken_one_cannot_tell(
+def test_a_fixed_checkout_passes_and_a_broken_one_cannot_tell(
     artifact: tuple[Path, Path], tmp_path: Path
 ) -> None:
     packed, _ = artifact

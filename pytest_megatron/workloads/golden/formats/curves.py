@@ -161,13 +161,13 @@ def two_values(
         after: The last step between them, where that is a later one.
         place: File or rank of the first one, where that is another.
     """
-    values, mend = f"{known!r} and then {value!r}", ""
+    values, fix = f"{known!r} and then {value!r}", ""
     if place is not None:
         values = f"{value!r} here and {known!r} in {place}"
     elif after is not None:
         values = f"{known!r} and, after step {after}, {value!r}"
-        mend = ", or a resumed one go on counting"
+        fix = ", or a resumed one go on counting"
     return (
         f"step {step} has two values of {name!r}, {values}; have one rank write it, and each "
-        f"training a file of its own{mend}"
+        f"training a file of its own{fix}"
     )

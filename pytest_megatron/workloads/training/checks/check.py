@@ -143,6 +143,6 @@ def _for_lint(finding: CheckFinding, path: Path) -> Finding:
         file=Path(file) if line.isdecimal() else path,
         line=int(line) if line.isdecimal() else None,
         rule=finding.rule.id,
-        message=f"{finding.found}: {finding.wrong}; {finding.mend}",
+        message=f"{finding.found}: {finding.wrong}; {finding.fix}",
         severity=finding.severity,
     )

@@ -22,7 +22,7 @@ TABLE = Path(__file__).parent / "rules.toml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRule:
-    """One row of the table; `found`, `wrong`, `mend` and `source` are templates."""
+    """One row of the table; `found`, `wrong`, `fix` and `source` are templates."""
 
     id: str
     severity: Severity
@@ -30,14 +30,14 @@ class CheckRule:
     checks: str
     found: str
     wrong: str
-    mend: str
+    fix: str
     source: str
     trouble: str | None = None
 
     @property
     def names(self) -> frozenset[str]:
         """Names that a check has to fill in."""
-        texts = (self.found, self.wrong, self.mend, self.source)
+        texts = (self.found, self.wrong, self.fix, self.source)
         fields = (field for text in texts for _, field, _, _ in string.Formatter().parse(text))
         return frozenset(field for field in fields if field is not None)
 
@@ -58,7 +58,7 @@ class CheckFinding:
     """A rule that something here goes against, in words.
 
     Attributes:
-        found: What is there; `wrong`: why that matters; `mend`: what to do.
+        found: What is there; `wrong`: why that matters; `fix`: what to do.
         values: What the rule's templates were filled in with.
         where: `file:line`, the option or the variable that the user can go to; None where the rule
             is about a machine as a whole.
@@ -67,7 +67,7 @@ class CheckFinding:
     rule: CheckRule
     found: str
     wrong: str
-    mend: str
+    fix: str
     source: str
     values: Mapping[str, str]
     where: str | None = None
@@ -85,7 +85,7 @@ class CheckFinding:
     @property
     def text(self) -> str:
         """All of it as the text of one error, without the place."""
-        return f"{self.found}: {self.wrong}; {self.mend} [{self.rule.id}]"
+        return f"{self.found}: {self.wrong}; {self.fix} [{self.rule.id}]"
 
     @property
     def line(self) -> str:
@@ -114,7 +114,7 @@ def finding_of(hit: RuleMatch, table: Mapping[str, CheckRule]) -> CheckFinding:
         rule=rule,
         found=rule.found.format_map(hit.values),
         wrong=rule.wrong.format_map(hit.values),
-        mend=rule.mend.format_map(hit.values),
+        fix=rule.fix.format_map(hit.values),
         source=rule.source.format_map(hit.values),
         values=hit.values,
         where=hit.where,
@@ -130,7 +130,7 @@ def as_json(finding: CheckFinding) -> dict[str, JsonValue]:
         "where": finding.where,
         "found": finding.found,
         "wrong": finding.wrong,
-        "mend": finding.mend,
+        "fix": finding.fix,
         "source": finding.source,
         "trouble": finding.rule.trouble,
         "values": dict(finding.values),

@@ -19,12 +19,12 @@ CHOICE = """
                 file.write(name + "\\n")
 
     def test_a(): note("a")
-    def test_b(): note("b"); assert os.path.exists("mended")
+    def test_b(): note("b"); assert os.path.exists("fixed")
     def test_c(): note("c")
     @pytest.mark.controller
     def test_d(): assert "RANK" not in os.environ
     @pytest.mark.slow
-    def test_e(): note("e"); assert os.path.exists("mended")
+    def test_e(): note("e"); assert os.path.exists("fixed")
     def test_f(): note("f")
     """
 
@@ -51,7 +51,7 @@ def test_choosing_and_stopping(tmp_path: Path) -> None:
     )
     steps = suite.run("--sw")
     assert (ran(suite), list(steps.words)) == ("ab", ["test_a", "test_b"])
-    (suite.root / "mended").touch()
+    (suite.root / "fixed").touch()
     assert suite.run("--sw").summary == "5 passed, 1 deselected"
     assert ran(suite) == "bcef"
     chosen = suite.run(

@@ -273,7 +273,7 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
         ),
         (
             ["python", "-m", "torch.distributed.run", "loop.py", "crash"],
-            "base 10: 'no number'; mend it, then record it",
+            "base 10: 'no number'; fix it, then record it",
         ),
         (
             ["python", "loop.py", "early", "--max_steps=12"],
@@ -336,19 +336,19 @@ def test_a_project_that_takes_no_files_is_refused_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    ("line", "mend"),
+    ("line", "fix"),
     [
         ("python loop.py | tee log", "give -- sh -c 'python loop.py | tee log'; nothing"),
         ("python loop.py print", "give -- python loop.py print; nothing"),
     ],
 )
-def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, mend: str) -> None:
+def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, fix: str) -> None:
     done = record_here(project, "--", line)
-    assert f"'{line}': is one word because of its quotes, and no shell runs it; {mend}" in done
+    assert f"'{line}': is one word because of its quotes, and no shell runs it; {fix}" in done
 
 
 @pytest.mark.parametrize(
-    ("words", "mend"),
+    ("words", "fix"),
     [
         (["python", "a b.py", "--bf16", "|", "tee", "log"], "python 'a b.py' --bf16 | tee log"),
         (["python", "loop.py", "2>&1", ">", "log"], "python loop.py 2>&1 > log"),
@@ -360,11 +360,11 @@ def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, mend
     ],
 )
 def test_a_word_that_only_a_shell_understands_is_refused(
-    project: Path, words: list[str], mend: str
+    project: Path, words: list[str], fix: str
 ) -> None:
     done = record_here(project, "--", *words)
     assert "is a word of the command because of its quotes, and no shell runs it" in done
-    assert f"give -- sh -c {shlex.quote(mend)}" in done
+    assert f"give -- sh -c {shlex.quote(fix)}" in done
 
 
 @pytest.mark.parametrize("words", [["--sep", "|", "--lr", "1"], ["--eos=>", "--end", ";"], [">=2"]])

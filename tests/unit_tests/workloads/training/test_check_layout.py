@@ -80,5 +80,5 @@ def test_a_refusal_says_where_and_everything() -> None:
     layers = f"9 layers cannot be divided over 2 pipeline stages: {findings[1].wrong}"
     assert problem == (
         f"{FILE}:{10 + list(SOUND).index(TP)}",
-        f"{ranks}\n{FILE}:10: {layers}; {findings[1].mend} [layout-layers]",
+        f"{ranks}\n{FILE}:10: {layers}; {findings[1].fix} [layout-layers]",
     )

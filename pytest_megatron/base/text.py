@@ -53,7 +53,7 @@ def visible(text: str) -> str:
 
 
 def without_colours(text: str) -> str:
-    """Return a text without sequences that a terminal reads; all else stays."""
+    """Return a text without what a terminal reads and does not show; all else stays."""
     return _ESCAPES.sub("", text)
 
 
@@ -152,7 +152,10 @@ def cut_middle(text: str, most_chars: int) -> str:
 
 
 _HIDDEN = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
-_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?")
+# Colours, titles of windows, times of Buildkite; and NUL, which torch's handler of signals writes.
+_ESCAPES = re.compile(
+    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[\]_][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
+)
 _TICKS = re.compile(r"`+")
 # Patterns of pages, which `re` compiles on first use: every start of pytest loads this module.
 # A `_` between letters is never emphasis.

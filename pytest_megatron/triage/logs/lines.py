@@ -10,10 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-# Colours, titles of windows, times of Buildkite; and NUL, which torch's handler of signals writes.
-_UNSEEN = re.compile(
-    r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|[\]_][^\x07\x1b]*(?:\x07|\x1b\\)?|[()][0-9A-Z]|[=>78M])|\0"
-)
+from pytest_megatron.base.text import without_colours
+
 # What stands before a line; of others `unwrap` takes off what it learns.
 _PREFIX = re.compile(
     r"\ufeff|\[?(?P<stamp>\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:\.\d+)?(?:Z|[+-]\d\d:\d\d))\]?(?: |$)"
@@ -88,11 +86,6 @@ class Line:
     text: str
     rank: int | None
     time_s: float | None
-
-
-def without_colours(raw: str) -> str:
-    """Return a line without what a terminal does not show."""
-    return _UNSEEN.sub("", raw)
 
 
 def parse_line(raw: str) -> Line:

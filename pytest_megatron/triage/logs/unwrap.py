@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.triage.logs.lines import parse_iteration, parse_line, without_colours
+from pytest_megatron.base.text import without_colours
+from pytest_megatron.triage.logs.lines import parse_iteration, parse_line
 from pytest_megatron.triage.logs.scan import read_from
 from pytest_megatron.triage.logs.traceback import HEADER
 from pytest_megatron.triage.rank_log import LogFile

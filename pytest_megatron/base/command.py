@@ -97,8 +97,7 @@ def _as_text(findings: Sequence[Finding]) -> str:
         for found in findings
     ]
     num_errors = sum(finding.is_error for finding in findings)
-    num_notes = sum(finding.severity.value == "note" for finding in findings)
-    num_warnings = len(findings) - num_errors - num_notes
+    num_warnings = len(findings) - num_errors
     lines.append(f"{counted(num_errors, 'error')}, {counted(num_warnings, 'warning')}")
     return "".join(f"{line}\n" for line in lines)
 
@@ -123,8 +122,7 @@ def _as_github(findings: Sequence[Finding]) -> str:
     lines = []
     for found in findings:
         places = {"file": str(found.file), "line": found.line, "title": found.rule}
-        command = found.severity.value.replace("note", "notice")
-        lines.append(workflow_command(command, places, found.message))
+        lines.append(workflow_command(found.severity.value, places, found.message))
     return "".join(f"{line}\n" for line in lines)
 
 

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from pytest_megatron.base.findings import Finding, Severity, as_error
 
 
@@ -27,8 +25,3 @@ def test_an_error_says_how_many_more_there_are() -> None:
     assert str(as_error([finding(1), finding(2)])) == (
         "r.yaml:1: is wrong (and 1 more in this file: see `pytest-megatron lint`)"
     )
-
-
-def test_a_rule_must_be_in_the_table() -> None:
-    with pytest.raises(AssertionError):
-        Finding(file=Path(), line=None, rule="no-such-rule", message="")

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 from recipe_texts import HEAD
 
-from pytest_megatron.base.findings import RULES
 from pytest_megatron.workloads.recipe.lint import lint_recipes
 
 CASE = Path("tests/functional_tests/test_cases/gpt/a/model_config.yaml")
@@ -22,7 +21,8 @@ Lint = Callable[[dict[Path | str, str]], list[str]]
 
 @pytest.fixture
 def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
-    """Write files, lint `recipes` and return one line for each finding."""
+    """Write files, lint `recipes` and return one line for each finding, of a rule in the docs."""
+    documented = (Path(__file__).parents[4] / "docs/reference/recipes.md").read_text()
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
 
@@ -31,6 +31,7 @@ def findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lint:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(text)
         found = lint_recipes([Path("recipes")], root=Path())
+        assert [one.rule for one in found if f"| `{one.rule}` | " not in documented] == []
         return [f"{one.where} {one.severity.value} {one.rule}: {one.message}" for one in found]
 
     return lint_files
@@ -199,12 +200,6 @@ def test_a_recipe_that_is_no_yaml_leaves_the_others(findings: Lint) -> None:
         "recipes/a.yaml:1 error unreadable",
         "recipes/b.yaml:11 error missing-case",
     ]
-
-
-def test_every_rule_is_documented() -> None:
-    text = (Path(__file__).parents[4] / "docs/reference/recipes.md").read_text()
-    for rule, meaning in RULES.items():
-        assert f"| `{rule}` | {meaning} |" in text
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from golden_tree import write_tree
 
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, is_finite, series_of
-from pytest_megatron.workloads.golden.store import read_golden, write_golden
+from pytest_megatron.workloads.golden.store import golden_text, read_golden
 
 REPEATS = 5
 NUM_REFRESHES = 10
@@ -73,7 +74,8 @@ def measure_history() -> None:
                     metrics = golden.metrics if number == 0 else _noisy(golden.metrics)
                     provenance = golden.provenance or Provenance()
                     path = root / f"{index}.json"
-                    write_golden(path, metrics, provenance)
+                    made = replace(golden, metrics=metrics, provenance=provenance)
+                    path.write_text(golden_text(made))
                     if indent is not None:
                         path.write_text(json.dumps(json.loads(path.read_text()), indent=indent))
                 _git(root, "add", ".")

@@ -25,8 +25,14 @@ from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.runs.record import to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.result import recorded
-from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, series_of
-from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
+from pytest_megatron.workloads.golden.model import (
+    Golden,
+    MetricMap,
+    Provenance,
+    Series,
+    series_of,
+)
+from pytest_megatron.workloads.golden.store import golden_text, read_golden, write_metrics
 
 NUM_METRICS = 8
 ROUNDS = 7
@@ -59,7 +65,8 @@ def make_run(root: Path, *, num_items: int, num_steps: int) -> Path:
         phase = dirs.attempt(repeat=1, attempt=1).phase(1)
         phase.root.mkdir(parents=True)
         write_metrics(phase.metrics, measured)
-        write_golden(dirs.golden, golden, Provenance(repeats=1))
+        made = Golden(path=str(dirs.golden), metrics=golden, provenance=Provenance(repeats=1))
+        dirs.golden.write_text(golden_text(made))
         if not comparisons:  # the same for all of them
             found = compare(read_golden(dirs.golden), measured)
             comparisons += [to_json(recorded(one)) for one in found]

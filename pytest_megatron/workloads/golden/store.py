@@ -26,7 +26,6 @@ from pytest_megatron.base.files import (
     parse_json,
     read_bytes,
     write_json_atomically,
-    write_text_atomically,
 )
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
@@ -41,7 +40,6 @@ from pytest_megatron.workloads.golden.model import (
     MetricMap,
     MetricsFile,
     Observed,
-    Provenance,
     Series,
     Value,
     find_not_finite,
@@ -252,19 +250,6 @@ def golden_text(golden: Golden) -> str:
     document = metrics_to_json(golden.metrics)
     document[PROVENANCE_KEY] = dict(AS_BLOCK) | provenance
     return lay_out(document)
-
-
-def write_golden(path: Path, metrics: MetricMap, provenance: Provenance) -> None:
-    """Write a golden of a training, see `golden_text`.
-
-    The directory must exist. A reader sees the old file or the new one, whole.
-
-    Raises:
-        GoldenError: There is no metric, a metric has no value, or a value is not a finite number.
-        OSError: The file cannot be written; the old one is as it was.
-    """
-    golden = Golden(path=str(path), metrics=metrics, provenance=provenance)
-    write_text_atomically(path, golden_text(golden))
 
 
 def write_metrics(path: Path, metrics: MetricMap) -> None:

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from golden_files import write_golden
+
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.runs.record import to_json
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.result import recorded
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, Value, series_of
-from pytest_megatron.workloads.golden.store import read_golden, write_golden, write_metrics
+from pytest_megatron.workloads.golden.store import read_golden, write_metrics
 
 METRICS = ("lm loss", "num-zeros", "iteration-time", "grad-norm", "mem-allocated-bytes")
 

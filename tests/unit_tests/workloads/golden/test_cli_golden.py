@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 from golden_command import Ran, run
+from golden_files import write_golden
 from test_tensorboard import event, simple, write_events
 
 from pytest_megatron.workloads.golden.model import Provenance, Value, series_of
-from pytest_megatron.workloads.golden.store import write_golden, write_metrics
+from pytest_megatron.workloads.golden.store import write_metrics
 
 LOSS: dict[int, Value] = {s: 5.0 - s / 100 for s in range(1, 51)}
 COSTS = ("iteration-time", "mem-max-allocated-bytes")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pydantic
 import pytest
+from golden_files import write_golden
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.model import Provenance, series_of
-from pytest_megatron.workloads.golden.store import lay_out, read_golden, write_golden
+from pytest_megatron.workloads.golden.store import lay_out, read_golden
 
 GOLDEN: dict[str, JsonValue] = {
     "lm loss": {

@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 
 import pytest
+from golden_files import write_golden
 
 from pytest_megatron.base.yaml import parse_document
 from pytest_megatron.errors import GoldenError, MetricsError
@@ -14,7 +15,6 @@ from pytest_megatron.workloads.golden.store import (
     new_golden_path,
     read_golden,
     read_metrics,
-    write_golden,
     write_metrics,
 )
 from pytest_megatron.workloads.recipe.expand import Profile

@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from golden_files import write_golden
 from tiny_project import ITERS, Project, Run, loss_of, read_object, sound_metrics
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.model import Provenance
-from pytest_megatron.workloads.golden.store import write_golden
 
 HALF = ITERS // 2
 WINDOW_ITERS = 4

@@ -17,10 +17,11 @@ from pathlib import Path
 import psutil
 import yaml
 from forked_sessions import fork_session, run_command
+from golden_files import write_golden
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Series, Value, series_of
-from pytest_megatron.workloads.golden.store import read_metrics, write_golden
+from pytest_megatron.workloads.golden.store import read_metrics
 
 GUEST = Path(__file__).parents[2] / "guests" / "tiny_train.py"
 AGENT = GUEST.with_name("tiny_agent.py")

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import yaml
+from golden_files import write_golden
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Value, series_of
-from pytest_megatron.workloads.golden.store import golden_text, write_golden, write_metrics
+from pytest_megatron.workloads.golden.store import golden_text, write_metrics
 
 NUM_STEPS = 100
 COMMIT = "1b6a30e"

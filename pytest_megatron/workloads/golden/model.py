@@ -456,12 +456,6 @@ def to_float32(value: float) -> float:
 # steps, or a series of its own.
 Spread: TypeAlias = float | Series
 
-PROVENANCE_TEXTS = (
-    *("commit", "config_hash", "date", "driver", "gpu", "host_class", "image", "layout"),
-    *("policy", "precision", "reason", "run", "supersedes"),
-)
-PROVENANCE_FLAGS = ("deterministic", "is_dirty")
-PROVENANCE_COUNTS = ("repeats", "seed", "world_size")
 # Megatron-LM's reader takes every top-level key of a metric map for a metric and refuses a file
 # where one lacks these; with them, empty, it takes a file of ours and never looks at the values.
 # Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, d98e8a64dd.
@@ -541,6 +535,15 @@ class Golden(MeasuredValues):
     provenance: Provenance | None = None
 
 
+_KINDS: Mapping[object, tuple[type[str | bool | int], str]] = {
+    "str | None": (str, "text"),
+    "bool | None": (bool, "true or false"),
+    "int | None": (int, "a count"),
+}
+# The fields of one word or number: their type, and its name in a message.
+_SIMPLE = {f.name: _KINDS[f.type] for f in fields(Provenance) if f.type in _KINDS}
+
+
 def parse_provenance(value: JsonValue, where: str) -> Provenance:
     """Return the provenance that the JSON value of `_provenance` describes.
 
@@ -549,20 +552,15 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
     """
     if not isinstance(value, dict):
         raise GoldenError(where, f"_provenance is {kind_of(value)}, expected an object")
-    known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
     found: dict[str, str | bool | int] = {}
-    for names, kind, expected in (
-        (PROVENANCE_TEXTS, str, "text"),
-        (PROVENANCE_FLAGS, bool, "true or false"),
-        (PROVENANCE_COUNTS, int, "a count"),
-    ):
-        for name in names:
-            part = value.get(name)
-            if part is not None and type(part) is not kind:
-                problem = f"_provenance: {name!r} is {kind_of(part)}, expected {expected}"
-                raise GoldenError(where, problem)
-            if isinstance(part, kind):
-                found[name] = part
+    for name, (kind, expected) in _SIMPLE.items():
+        part = value.get(name)
+        if part is not None and type(part) is not kind:
+            problem = f"_provenance: {name!r} is {kind_of(part)}, expected {expected}"
+            raise GoldenError(where, problem)
+        if isinstance(part, kind):
+            found[name] = part
+    known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
     return Provenance(
         command=_command(value.get("command"), where),
         versions=_texts_by_name(value.get("versions"), "versions", where),
@@ -576,10 +574,8 @@ def parse_provenance(value: JsonValue, where: str) -> Provenance:
 def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
     """Return the JSON form, keys sorted; unknown fields are left out."""
     values: dict[str, JsonValue] = dict(provenance.extra)
-    for name in (*PROVENANCE_TEXTS, *PROVENANCE_FLAGS, *PROVENANCE_COUNTS):
-        value = getattr(provenance, name)
-        if value is not None:
-            values[name] = value
+    found = {name: getattr(provenance, name) for name in _SIMPLE}
+    values |= {name: value for name, value in found.items() if value is not None}
     if provenance.command is not None:
         values["command"] = list(provenance.command)
     for name, table in (("directions", provenance.directions), ("versions", provenance.versions)):

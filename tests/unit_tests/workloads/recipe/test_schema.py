@@ -6,12 +6,14 @@ import json
 import runpy
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from pytest_megatron.workloads.commands.recipes import SCHEMAS, lint, schema_path
+from pytest_megatron.workloads.golden.model import REQUEST_METRICS, Provenance
 
 ROOT = Path(__file__).parents[4]
 CASE = "TEST_TYPE: ckpt-resume\nMODEL_ARGS:\n  --seed: 1\nMODEL_ARGS_2: {}\n"
@@ -27,10 +29,16 @@ def problems(name: str, *files: Path) -> str:
     return "" if done.returncode == 0 else done.stdout
 
 
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_what_is_published_is_what_the_code_has(name: str) -> None:
+def test_what_is_published_is_what_the_code_has() -> None:
     script = runpy.run_path(str(ROOT / "docs/reference/schema_files.py"))
-    assert schema_path(name).read_text() == script["text_of"](name)
+    for name in script["MAKERS"]:
+        assert schema_path(name).read_text() == script["text_of"](name)
+    golden = json.loads(schema_path("golden").read_text())["$defs"]
+    origin = {field.name for field in fields(Provenance)} - {"extra"}
+    assert golden["Provenance"]["properties"].keys() == origin
+    assert {key for one in golden["PromptAnswer"]["anyOf"] for key in one["required"]} == {
+        *REQUEST_METRICS
+    }
 
 
 def test_every_file_of_the_package_has_a_name() -> None:

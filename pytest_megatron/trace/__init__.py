@@ -32,7 +32,7 @@ def start() -> Recorder | None:
         TraceError: The variable's value means nothing.
     """
     # The table of features imports this package at every start of pytest.
-    from pytest_megatron.workloads.training.plan.trace_settings import read_settings
+    from pytest_megatron.trace.settings import read_settings
 
     global _recorder  # noqa: PLW0603 - hooks of torch are global too
     settings = read_settings()

@@ -34,7 +34,8 @@ from pytest_megatron.trace.files import (
     read_header,
     record_lines,
 )
-from pytest_megatron.workloads.training.plan.trace_settings import TraceTools
+from pytest_megatron.trace.settings import variables_of
+from pytest_megatron.workloads.training.plan.plan import TraceTools
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')
@@ -306,4 +307,4 @@ def _depth(module: str) -> int:
     return 0 if module.startswith("embedding") else sys.maxsize
 
 
-TOOLS = TraceTools(record=("-m", "pytest_megatron.trace.run"))
+TOOLS = TraceTools(record=("-m", "pytest_megatron.trace.run"), variables=variables_of)

@@ -5,6 +5,7 @@ Thin: finds, trains, compares and prints. Errors go up to `main`, which ends wit
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.errors import RunError, TraceError
 from pytest_megatron.runs.find import FoundRun, find_runs
+from pytest_megatron.runs.headline import PHASE
 from pytest_megatron.runs.layout import OWN_DIR, PLAN_FILE, TRACE_DIR, item_dirs, make_own_dir
 from pytest_megatron.runs.record import (
     RecordedPhase,
@@ -47,10 +49,9 @@ from pytest_megatron.trace.equivalence import (
     headline,
     read_comparison,
 )
-from pytest_megatron.trace.rows import RowTraining
-from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
+from pytest_megatron.trace.settings import BEGIN_VARIABLE, TraceValues
 
-_MOST_LISTED = 10
+_MOST_LISTED, _MOST_LINES = 10, 30
 _ALLOCATOR, _HASH_SEED = "PYTHONMALLOC", "PYTHONHASHSEED"
 _PHASE = re.compile(r"phase_(\d+)").fullmatch
 # Of a machine or a start, not of what is computed.
@@ -60,6 +61,49 @@ _PASSED_OVER = frozenset(
         *("PYTEST_MEGATRON_TRACE", "VIRTUAL_ENV"),
     )
 )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTraining:
+    """A training of a row: the first steps of its first phase.
+
+    Attributes:
+        row: What pytest takes: a node id.
+        directory: Gets the run, and beside it what pytest printed; not there yet.
+        values: See `TraceSettings`.
+        begin: Keys of `TraceSettings` for how the training begins.
+        env: Variables over those of this process; None unsets one.
+        words: Further arguments of pytest.
+    """
+
+    row: str
+    directory: Path
+    values: TraceValues
+    begin: Mapping[str, object]
+    env: Mapping[str, str | None]
+    words: Sequence[str]
+
+    @property
+    def log(self) -> Path:
+        """What pytest printed."""
+        return self.directory.with_name(f"{self.directory.name}.log")
+
+    def run(self) -> int:
+        """Train the row; return the exit code of pytest, whose judgement does not count here."""
+        words = [sys.executable, "-m", "pytest", "-p", "megatron", self.row]
+        words += ["--megatron-run-dir", str(self.directory), "--megatron-golden", "off"]
+        words += ["--megatron-tensor-trace", self.values, "--megatron-lightweight", *self.words]
+        begin = json.dumps(self.begin, default=str)
+        own = {PHASE: "1", BEGIN_VARIABLE: begin, **self.env}
+        env = {**os.environ, **own}
+        given = {name: text for name, text in env.items() if text is not None}
+        with self.log.open("w") as said:
+            done = subprocess.run(words, env=given, stdout=said, stderr=said, check=False)
+        return done.returncode
+
+    def last_words(self) -> str:
+        """Return the end of what pytest printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_MOST_LINES:])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

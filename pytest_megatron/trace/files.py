@@ -19,7 +19,7 @@ from typing import IO
 from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.equivalence import TracedTensor
-from pytest_megatron.workloads.training.plan.trace_settings import TraceValues
+from pytest_megatron.trace.settings import TraceValues
 
 MOST_DIVERGENCES = 50  # of one comparison, that are kept
 _END = b'{"end"'

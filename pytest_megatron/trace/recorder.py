@@ -43,6 +43,7 @@ from pytest_megatron.trace.measure import (
     measure_on_device,
     resolve,
 )
+from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.trace.shards import (
     NamedParameter,
     is_dtensor,
@@ -56,7 +57,6 @@ from pytest_megatron.trace.shards import (
     unwrap,
 )
 from pytest_megatron.trace.weights import header_of, read_weights, write_weights
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 
 class Noise:

@@ -39,7 +39,7 @@ from held_out_layouts import LAYOUTS as HELD_OUT_LAYOUTS  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 
 from pytest_megatron.trace import compare, run  # noqa: E402
-from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE  # noqa: E402
+from pytest_megatron.trace.settings import VARIABLE  # noqa: E402
 
 gc.enable()
 # Of CI: quick ones, with something to find in each phase, and none of those held out.

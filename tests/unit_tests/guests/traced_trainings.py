@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 from pytest_megatron.trace import recorder, run  # noqa: F401 - the recorder for all ranks
-from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE
+from pytest_megatron.trace.settings import VARIABLE
 
 _GPT = "buggy_train.py"
 

@@ -28,7 +28,7 @@ from pytest_megatron.trace.files import (
     read_header,
     read_records,
 )
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
+from pytest_megatron.trace.settings import TraceSettings
 
 # Not imported: every worker of pytest-xdist would do so, and the tests train elsewhere.
 pytestmark = [

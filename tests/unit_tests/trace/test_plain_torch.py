@@ -16,7 +16,7 @@ from ports import held_port
 from pytest_megatron.trace.compare import compare
 from pytest_megatron.trace.equivalence import TraceComparison
 from pytest_megatron.trace.files import TraceLayout, rank_files, read_header
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
+from pytest_megatron.trace.settings import TraceSettings
 
 pytestmark = pytest.mark.timeout(900)
 

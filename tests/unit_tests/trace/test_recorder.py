@@ -19,7 +19,7 @@ from pytest_megatron.trace.files import (
     read_records,
 )
 from pytest_megatron.trace.recorder import Recorder
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
+from pytest_megatron.trace.settings import TraceSettings
 
 
 class Block(torch.nn.Module):

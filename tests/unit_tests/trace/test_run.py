@@ -12,7 +12,7 @@ import pytest
 from forked_programs import Program, run_programs
 
 from pytest_megatron.trace.files import TraceEnd, read_end, read_records
-from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE, TraceSettings
+from pytest_megatron.trace.settings import VARIABLE, TraceSettings
 
 RUN = "pytest_megatron.trace.run"
 PROGRAM = """

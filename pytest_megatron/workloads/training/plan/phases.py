@@ -41,7 +41,6 @@ from pytest_megatron.workloads.recipe.case import (
     is_missing_program,
 )
 from pytest_megatron.workloads.recipe.model import Workload
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
 
 _SIZES = (TP, PP, CP, EP, ETP)
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -130,7 +129,6 @@ class PhaseStart:
         origin: What to lay out for it to start from, or None.
         last_iteration: The one after which it exits; None where that is unknown.
         saves: A directory in which it must leave a checkpoint of its last iteration, or None.
-        trace: What its ranks record of their tensors, or None.
         words: Words of the command line in place of those of the same name, or behind all others.
     """
 
@@ -144,7 +142,6 @@ class PhaseStart:
     origin: Rewind | Frozen | Saved | None = None
     last_iteration: int | None
     saves: Path | None = None
-    trace: TraceSettings | None = None
 
 
 def starts_of(
@@ -181,11 +178,6 @@ def starts_of(
         case TestType.RELEASE:
             return maker.windows()
     assert_never(case.test_type)
-
-
-def trace_steps_of(workload: Workload) -> int:
-    """Return how many steps of a training are traced."""
-    return workload.trace_steps
 
 
 def find_untraceable(workload: Workload, case: WorkloadCase | None) -> str | None:

@@ -14,14 +14,16 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from pytest_megatron.base.text import counted, one_of
-from pytest_megatron.errors import CaseError, LaunchError, RecipeError
+from pytest_megatron.errors import CaseError, LaunchError, RecipeError, TraceError
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.process.host_name import LOOPBACK
 from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
@@ -54,17 +56,45 @@ from pytest_megatron.workloads.training.plan.phases import (
     starts_of,
     substitute,
     target_of,
-    trace_steps_of,
     with_words,
 )
 from pytest_megatron.workloads.training.plan.script import redirected, script_env
-from pytest_megatron.workloads.training.plan.trace_settings import VARIABLE as TRACE_VARIABLE
-from pytest_megatron.workloads.training.plan.trace_settings import (
-    TraceSettings,
-    TraceValues,
-    beginning_as_asked,
-    trace_tools,
-)
+
+TraceValues: TypeAlias = Literal["hash", "full"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceTools:
+    """What records traces of tensors.
+
+    Attributes:
+        record: Arguments of Python that run the program behind them with a trace.
+        variables: Returns the variables of ranks for a directory, steps, values, and the
+            environment of the session.
+    """
+
+    record: tuple[str, ...]
+    variables: Callable[[Path, int, TraceValues, Mapping[str, str]], dict[str, str]]
+
+
+_TRACE_TOOLS: ExtensionPoint[TraceTools] = ExtensionPoint("trace_tools")
+
+
+def trace_tools() -> TraceTools:
+    """Return what records traces.
+
+    Raises:
+        TraceError: Nothing does.
+    """
+    found = _TRACE_TOOLS.first()
+    if found is None:
+        raise TraceError(
+            "tensor traces",
+            "cannot be recorded, since pytest_megatron.trace is not there; install it, or run "
+            "without --tensor-trace",
+        )
+    return found
+
 
 CONNECTIONS_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
 MOST_CONNECTIONS = 32
@@ -238,7 +268,9 @@ def starter_of(case: WorkloadCase, asked: str | None, *, has_ft_launcher: bool) 
     return starter
 
 
-def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> Started:
+def started(
+    python: str, ranks: Ranks, program: str, words: Sequence[str], tracer: tuple[str, ...] = ()
+) -> Started:
     """Return what is started.
 
     Args:
@@ -247,11 +279,12 @@ def started(python: str, ranks: Ranks, program: str, words: Sequence[str]) -> St
         program: `train.py`, or `-m` and a module; or, where it does not end in `.py`, a command
             such as `nemo llm pretrain`, which is started as it is.
         words: The program's arguments.
+        tracer: See `Started`.
     """
     command = shlex.split(program)
     is_python = command[0].endswith(".py") or command[0] == _MODULE
     whole = (*(() if is_python else (_NO_PYTHON,)), *command, *words)
-    return Started(python=python, ranks=ranks, program=whole)
+    return Started(python=python, ranks=ranks, program=whole, tracer=tracer)
 
 
 def start_words(started: Started) -> tuple[str, ...]:
@@ -449,8 +482,6 @@ def plan_attempt(
     setting = _with_script(workload, setting)
     is_light = setting.is_lightweight or case.is_always_lightweight
     starts = starts_of(workload, case, dirs, setting.root, is_lightweight=is_light)
-    if find_untraceable(workload, case) is None:
-        starts = tuple(_traced(workload, dirs, setting, start) for start in starts)
     phases = tuple(_plan_phase(workload, case, dirs, setting, start, repeat) for start in starts)
     return AttemptPlan(
         phases=phases,
@@ -474,46 +505,6 @@ def _directory(workload: Workload, setting: Setting) -> Path:
     """Return where the program of a row starts."""
     found = workload.of_driver
     return setting.root if found is None else setting.root / found.directory
-
-
-def _traced(
-    workload: Workload, dirs: AttemptDirs, setting: Setting, start: PhaseStart
-) -> PhaseStart:
-    """Return a start with the trace that the user asks for."""
-    if setting.trace is None:
-        return start
-    directory, steps = dirs.phase(start.number).trace, trace_steps_of(workload)
-    trace = TraceSettings(directory=directory, steps=steps, values=setting.trace)
-    return replace(start, trace=beginning_as_asked(trace, setting.env))
-
-
-def with_trace(phase: PhasePlan, settings: str) -> PhasePlan:
-    """Return a phase whose ranks record traces.
-
-    Args:
-        phase: The phase as it was planned.
-        settings: Value of `PYTEST_MEGATRON_TRACE` for this phase.
-
-    Raises:
-        LaunchError: It runs a recipe's script or a command, so that no tracer can be put before it.
-        TraceError: Nothing records traces.
-    """
-    if phase.start is None or phase.start.script is None:
-        found = "a script" if phase.start is None else f"the command {phase.start.program[1]!r}"
-        raise LaunchError(
-            phase.name,
-            f"runs {found}, expected a training_script_path that ends in .py, since traces are "
-            f"recorded in such a program alone",
-        )
-    start = replace(phase.start, tracer=trace_tools().record)
-    own = {TRACE_VARIABLE: settings}
-    return replace(
-        phase,
-        start=start,
-        argv=start_words(start),
-        env={**phase.env, **own},
-        own_env={**phase.own_env, **own},
-    )
 
 
 def require_inputs(plan: AttemptPlan) -> None:
@@ -575,6 +566,11 @@ def _plan_phase(
     own |= _devices(workload, setting)
     cwd = _directory(workload, setting)
     own["PYTHONPATH"] = _python_path(setting, own, cwd)
+    tracer: tuple[str, ...] = ()
+    if setting.trace is not None and find_untraceable(workload, case) is None:
+        tools, steps = trace_tools(), workload.trace_steps
+        own |= tools.variables(phase.trace, steps, setting.trace, setting.env)
+        tracer = tools.record
     env = {**inherited(setting.env), **own}
     asked = setting.env.get(LAUNCHER_VARIABLE)
     ranks = Ranks(
@@ -589,9 +585,9 @@ def _plan_phase(
         command = [substitute(word, env, where=workload.where) for word in command]
     words = command_words(start.arguments, env, file=str(case.path))
     whole = with_words([*command[1:], *words], start.words)
-    launch = started(setting.python, ranks, shlex.quote(command[0]), whole)
+    launch = started(setting.python, ranks, shlex.quote(command[0]), whole, tracer)
     is_series = case.mode is not CaseMode.INFERENCE
-    planned = PhasePlan(
+    return PhasePlan(
         number=start.number,
         name=start.name,
         argv=start_words(launch),
@@ -610,7 +606,6 @@ def _plan_phase(
         exit_policy=case.exit_policy,
         source=_source_of(case, known) if is_series else None,
     )
-    return planned if start.trace is None else with_trace(planned, start.trace.to_json())
 
 
 def _shape_of(workload: Workload, case: WorkloadCase, start: PhaseStart) -> tuple[int, int]:

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.errors import CaseError, LaunchError, MegatronError, RecipeError
+from pytest_megatron.errors import CaseError, LaunchError, MegatronError, RecipeError, TraceError
 from pytest_megatron.gangs.rank.bootstrap import rank_env
 from pytest_megatron.gangs.topology import RankPlace
 from pytest_megatron.runs.layout import AttemptDirs
@@ -19,8 +20,13 @@ from pytest_megatron.workloads.training.plan.phases import (
     exit_minutes,
     find_untraceable,
 )
-from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Replay, Setting, plan_attempt
-from pytest_megatron.workloads.training.plan.trace_settings import TraceSettings
+from pytest_megatron.workloads.training.plan.plan import (
+    AttemptPlan,
+    Replay,
+    Setting,
+    plan_attempt,
+    trace_tools,
+)
 
 ROOT = Path(__file__).parents[4]
 DIRS = AttemptDirs(root=Path("/run/item/repeat_1/attempt_1"))
@@ -474,9 +480,10 @@ def test_a_trace_of_a_resume_leaves_its_phases_as_they_are(tmp_path: Path) -> No
     plain = plan(tmp_path, RESUME, workload()).phases
     traced = plan(tmp_path, RESUME, workload(), replace(SETTING, trace="full")).phases
     for before, after in zip(plain, traced, strict=True):
-        settings = TraceSettings(directory=before.dirs.trace, values="full")
-        variables = {**before.own_env, "PYTEST_MEGATRON_TRACE": settings.to_json()}
-        assert after.own_env == variables
+        variables = dict(after.own_env)
+        settings = json.loads(variables.pop("PYTEST_MEGATRON_TRACE"))
+        assert variables == before.own_env
+        assert (settings["directory"], settings["steps"]) == (str(before.dirs.trace), 2)
 
 
 def test_the_flight_recorder_dumps_into_the_phase_and_at_no_exit(tmp_path: Path) -> None:
@@ -504,3 +511,11 @@ def test_the_page_names_every_variable_that_is_set(tmp_path: Path) -> None:
     place = RankPlace(rank=0, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
     names = {*phase.own_env, *planned.own_env, *rank_env(place, 1)}
     assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+def test_without_the_feature_of_traces_one_error_names_the_options(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pytest_megatron.features.FEATURES", ("workloads",))
+    with pytest.raises(TraceError, match=r"is not there; .* without --tensor-trace"):
+        trace_tools()

@@ -6,13 +6,12 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.workloads.training.plan.trace_settings import (
+from pytest_megatron.trace.settings import (
     BEGIN_VARIABLE,
     VARIABLE,
     TraceSettings,
-    beginning_as_asked,
     read_settings,
-    trace_tools,
+    variables_of,
 )
 
 
@@ -30,13 +29,13 @@ def test_settings_pass_through_the_variable() -> None:
 
 def test_a_session_says_how_its_trainings_begin() -> None:
     settings = TraceSettings(directory=Path("a"), values="full")
-    assert beginning_as_asked(settings, {}) == settings
+    assert variables_of(Path("a"), 2, "full", {}) == {VARIABLE: settings.to_json()}
     asked = {BEGIN_VARIABLE: '{"weights_from": "w", "noise_seed": 1}'}
-    found = beginning_as_asked(settings, asked)
+    found = read_settings(variables_of(Path("a"), 2, "full", asked))
     assert found == replace(settings, weights_from=Path("w"), noise_seed=1)
     for text in ("{", "[]", '{"steps": 3}'):
         with pytest.raises(TraceError, match=BEGIN_VARIABLE):
-            beginning_as_asked(settings, {BEGIN_VARIABLE: text})
+            variables_of(Path("a"), 2, "full", {BEGIN_VARIABLE: text})
 
 
 def test_without_the_variable_there_are_none() -> None:
@@ -60,11 +59,3 @@ def test_a_wrong_value_is_named(text: str, problem: str) -> None:
     with pytest.raises(TraceError) as caught:
         TraceSettings.from_json(text)
     assert str(caught.value).startswith(f"{VARIABLE}: {problem}")
-
-
-def test_without_the_room_of_traces_one_error_names_the_options(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("pytest_megatron.features.FEATURES", ("workloads",))
-    with pytest.raises(TraceError, match=r"is not there; .* without --tensor-trace"):
-        trace_tools()

@@ -1,7 +1,7 @@
 """Settings of a trace, as the variable `PYTEST_MEGATRON_TRACE` passes them to every rank.
 
-The process that starts the ranks writes the variable, the recorder in each of them reads it; what
-records is an extension. Must not import torch: the controller imports this module.
+The process that starts the ranks writes the variable, the recorder in each of them reads it. Must
+not import torch: the controller imports this module.
 """
 
 from __future__ import annotations
@@ -9,12 +9,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
 from pytest_megatron.errors import TraceError
-from pytest_megatron.features import ExtensionPoint
 
 VARIABLE = "PYTEST_MEGATRON_TRACE"
 # Of a session: how the trainings that it traces begin, as JSON with the keys below.
@@ -55,17 +54,7 @@ class TraceSettings:
 
     def to_json(self) -> str:
         """Return the value of the variable PYTEST_MEGATRON_TRACE."""
-        return json.dumps(
-            {
-                "directory": str(self.directory),
-                "steps": self.steps,
-                "values": self.values,
-                "weights_to": None if self.weights_to is None else str(self.weights_to),
-                "weights_from": None if self.weights_from is None else str(self.weights_from),
-                "noise_seed": self.noise_seed,
-                "batch_first": self.batch_first,
-            }
-        )
+        return json.dumps(asdict(self), default=str)
 
     @classmethod
     def from_json(cls, text: str) -> TraceSettings:
@@ -128,50 +117,28 @@ def read_settings(env: Mapping[str, str] | None = None) -> TraceSettings | None:
     return TraceSettings.from_json(text) if text else None
 
 
-def beginning_as_asked(settings: TraceSettings, env: Mapping[str, str]) -> TraceSettings:
-    """Return settings with the beginning that the environment of a session asks for.
+def variables_of(
+    directory: Path, steps: int, values: TraceValues, env: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the variables of ranks that record, with the beginning that a session asks for.
+
+    Args:
+        directory: See `TraceSettings`, as for the next two.
+        steps: Likewise.
+        values: Likewise.
+        env: The environment of the session.
 
     Raises:
         TraceError: The variable's value means nothing.
     """
-    text = env.get(BEGIN_VARIABLE)
-    if not text:
-        return settings
-    try:
-        found: object = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict) or not found.keys() <= set(_BEGIN):
-        raise TraceError(BEGIN_VARIABLE, f"{text!r} is no JSON object of a beginning; unset it")
-    own = json.loads(settings.to_json())
-    return TraceSettings.from_json(json.dumps({**own, **found}))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceTools:
-    """Programs that record traces.
-
-    Attributes:
-        record: Arguments of Python that run the program behind them with a trace.
-    """
-
-    record: tuple[str, ...]
-
-
-_TOOLS: ExtensionPoint[TraceTools] = ExtensionPoint("trace_tools")
-
-
-def trace_tools() -> TraceTools:
-    """Return what records traces.
-
-    Raises:
-        TraceError: Nothing does.
-    """
-    found = _TOOLS.first()
-    if found is None:
-        raise TraceError(
-            "tensor traces",
-            "cannot be recorded, since pytest_megatron.trace is not there; install it, or run "
-            "without --tensor-trace",
-        )
-    return found
+    settings = TraceSettings(directory=directory, steps=steps, values=values)
+    if text := env.get(BEGIN_VARIABLE):
+        try:
+            found: object = json.loads(text)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not found.keys() <= set(_BEGIN):
+            raise TraceError(BEGIN_VARIABLE, f"{text!r} is no JSON object of a beginning; unset it")
+        own = json.loads(settings.to_json())
+        settings = TraceSettings.from_json(json.dumps({**own, **found}))
+    return {VARIABLE: settings.to_json()}

@@ -145,7 +145,7 @@ class Timers:
 MOST_AHEAD = 64  # tests of a gang beside the running one
 ORPHANED = "ended, as the process that starts ranks was killed"
 _EXIT_S = 1.0  # for other ranks to end, if one has ended the pytest session
-_STACKS_WAIT_S = 3.0  # for a fork server to send stacks; it gives ranks one second
+_STACKS_WAIT_S = 3.0  # for an agent to send stacks; it gives ranks one second
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,16 +153,13 @@ class RankState(RankResult):
     """State of one rank, and its result of the running test.
 
     Attributes:
-        is_lost: Whether its connection ended for a reason that is not reported yet.
-        death: Death in a test that was sent ahead and is not the running one yet.
+        ended_phase: The last one that was reported.
     """
 
     is_ready: bool = False
-    is_lost: bool = False
-    death: Died | None = None
     is_closed: bool = False
     missing: dict[str, str] = field(default_factory=dict)
-    ended_phase: str = ""  # the last one that was reported
+    ended_phase: str = ""
 
     def reset(self) -> None:
         """Clear the state of the test that ended."""
@@ -184,8 +181,7 @@ class RankState(RankResult):
     @property
     def is_settled(self) -> bool:
         """True if the rank sends no more messages about this test."""
-        is_ended = self.done is not None or self.exit_code is not None or bool(self.problem)
-        return is_ended and not self.is_lost
+        return self.done is not None or self.exit_code is not None or bool(self.problem)
 
     def end(self) -> RankResult:
         """Return its result of the test."""
@@ -354,24 +350,16 @@ class Lifecycle:
         may_go_on = is_well and not self._is_isolated
         return max(0, self.queue.most_ahead - self.queue.num_ahead) if may_go_on else 0
 
-    def is_past(self, rank: int) -> bool:
-        """Return whether messages of a rank may be about a test that was sent ahead.
+    def is_early(self, message: Message) -> bool:
+        """Return whether a message is about a test that was sent ahead.
 
-        If they are, all ranks have reported the end of the running one.
+        Then all ranks have reported the end of the running one, or soon will.
         """
-        return self.queue.num_ahead > 0 and self._ranks[rank].done is not None
+        return self.queue.num_ahead > 0 and getattr(message, "run", 0) > self.queue.number
 
-    def is_awaited(self, rank: int) -> bool:
-        """Return whether only this rank has not ended the running test."""
-        busy = [r.rank for r in self._ranks if not r.is_settled]
-        return self.state is GangState.RUNNING and busy == [rank]
-
-    def lose(self, rank: int) -> None:
-        """Record that the connection of a rank ended; the reason is reported later.
-
-        Until then no test passes: the rank may have died before the others had ended it.
-        """
-        self._ranks[rank].is_lost = True
+    def has_ended(self, rank: int) -> bool:
+        """Return whether a rank has died or cannot be used any more."""
+        return self._ranks[rank].exit_code is not None or bool(self._ranks[rank].problem)
 
     def close(self, now: float) -> list[Action]:
         """Tear down an idle gang; one that is busy or starts is killed.
@@ -430,7 +418,7 @@ class Lifecycle:
                 return self._begin_stop(Reason.HUNG, self._limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
-        """Handle a message of a rank, or of a fork server about a rank."""
+        """Handle a message of a rank, or of an agent about a rank."""
         if self.state is GangState.GONE:
             return []
         match message:
@@ -472,7 +460,6 @@ class Lifecycle:
                     self._timers.hurry(_EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
-                rank.is_lost = False
                 rank.problem = rank.problem or problem
                 return self._on_loss(rank, problem, now)
             case Closed():
@@ -517,7 +504,7 @@ class Lifecycle:
         for rank in self._ranks:
             if not rank.is_settled:
                 rank.undo()
-                rank.is_lost, rank.problem = False, rank.problem or ORPHANED
+                rank.problem = rank.problem or ORPHANED
                 self._record_failure(rank, now)
         if self.state is GangState.RUNNING:
             self._stop = kind_of_first_failure(self._ranks), 0.0
@@ -540,13 +527,9 @@ class Lifecycle:
 
     def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
         """Take the death of a rank; return what to do."""
-        if rank.exit_code is not None or rank.death is not None:
+        if rank.exit_code is not None:
             return []
-        rank.is_lost = False
         self._timers.forget(rank.rank)
-        if self.state is GangState.RUNNING and died.run in self.queue.numbers[1:]:
-            rank.death = died  # it ended the running test, which others still report
-            return self._settle(now)
         rank.exit_code, rank.phase = died.exit_code, died.phase
         what = describe_exit(died.exit_code)
         if (
@@ -616,13 +599,9 @@ class Lifecycle:
 
     def _go_on(self, now: float) -> list[Action]:
         """End the test and switch to the one that the ranks have started in lockstep."""
-        actions: list[Action] = [self._finished(Reason.DONE, 0.0, now, is_kept=True)]
+        finished = self._finished(Reason.DONE, 0.0, now, is_kept=True)
         self._begin(*self.queue.next(), now)
-        for rank in self._ranks:
-            if rank.death is not None and rank.death.run == self.queue.number:
-                died, rank.death = rank.death, None
-                actions += self._on_death(rank, died, now)
-        return actions
+        return [finished]
 
     def _begin_stop(self, reason: Reason, limit_s: float, now: float) -> list[Action]:
         """Request the stacks of busy ranks; without any, end at once."""
@@ -642,7 +621,7 @@ class Lifecycle:
 
     def _end(self, reason: Reason, limit_s: float, now: float, *, is_kept: bool) -> list[Action]:
         """End the current test; the gang is kept for the next one, or killed."""
-        is_kept = is_kept and not self._is_isolated and all(r.death is None for r in self._ranks)
+        is_kept = is_kept and not self._is_isolated
         actions: list[Action] = []
         if is_kept:
             self.state = GangState.IDLE

@@ -12,6 +12,7 @@ import posix
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -133,11 +134,15 @@ def fork_child(run: Callable[[], None], *, leads_session: bool = False) -> int:
         os._exit(exit_code)
 
 
-def run_guarded(serve: Callable[[], None]) -> None:
+def run_guarded(serve: Callable[[], None], connection: socket.socket) -> None:
     """Run something in a child process, and kill what it leaves should it be killed.
 
     It has to end once the parent of this process is gone; it is continued then, and killed if it
     does not.
+
+    Args:
+        serve: What the child does.
+        connection: The child's alone, so that its other end sees that the child has ended.
     """
     parent = os.getppid()
     reset_signals()
@@ -150,6 +155,7 @@ def run_guarded(serve: Callable[[], None]) -> None:
         die_with(guard)
         serve()
         return
+    connection.close()
     try:
         end = os.pidfd_open(parent)
     except OSError:  # an older kernel, or it is gone

@@ -17,7 +17,6 @@ from typing import TextIO
 
 import pytest
 
-from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gangs.ipc.messages import (
     INTERRUPTED_LINE,
     DebuggerAnswer,
@@ -42,14 +41,18 @@ class _DebuggerRequest:
 
     gang: Gang
     rank: int
-    channel: Channel
     reason: str
 
     @property
     def is_gone(self) -> bool:
         """True if the rank that asks can no longer be debugged."""
         state = self.gang.lifecycle.state
-        return self.channel.is_closed or state not in (GangState.RUNNING, GangState.CLOSING)
+        is_over = state not in (GangState.RUNNING, GangState.CLOSING)
+        return is_over or self.gang.lifecycle.has_ended(self.rank)
+
+    def answer(self, message: Message) -> None:
+        """Send a message to the rank."""
+        self.gang.peer(self.rank).send(message)
 
 
 @dataclass(slots=True)
@@ -71,21 +74,22 @@ class Console:
     _last_failure: tuple[int, int] | None = None  # execution, rank
     _prompt: str = ""  # the line that has not ended yet
 
-    def handle(self, gang: Gang, rank: int, channel: Channel, message: Message) -> None:
+    def handle(self, gang: Gang, rank: int, message: Message) -> None:
         """Handle a message of a rank's debugger."""
+        active = self._active
         match message:
             case DebuggerWanted(reason=reason):
-                request = _DebuggerRequest(gang, rank, channel, reason)
+                request = _DebuggerRequest(gang, rank, reason)
                 if self._may_stop(request):
                     self._waiting.append(request)
                     self.settle()
                 else:
-                    channel.send(DebuggerAnswer(may_enter=False))
+                    request.answer(DebuggerAnswer(may_enter=False))
             case DebuggerWrote(text=text):
                 self._write(text)
             case DebuggerReads():
-                channel.send(DebuggerLine(text=self._read()))
-            case DebuggerLeft() if self._active is not None and self._active.channel is channel:
+                gang.peer(rank).send(DebuggerLine(text=self._read()))
+            case DebuggerLeft() if active and (active.gang, active.rank) == (gang, rank):
                 self._leave()
                 self.settle()
             case _:
@@ -123,7 +127,7 @@ class Console:
         if writer.width_of_current_line:
             writer.line()
         writer.sep(">", f"rank {request.rank} of {request.gang.spec.world_size}")
-        request.channel.send(DebuggerAnswer(may_enter=True))
+        request.answer(DebuggerAnswer(may_enter=True))
 
     def _leave(self) -> None:
         """Take the terminal back from a rank's debugger."""

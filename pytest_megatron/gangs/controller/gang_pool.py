@@ -19,7 +19,6 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.gangs.controller import testmon
 from pytest_megatron.gangs.controller.console import Console, Tee
 from pytest_megatron.gangs.controller.rank_config import RankConfigs, refuse_unfit_host
-from pytest_megatron.gangs.ipc.channel import listen_locally
 from pytest_megatron.gangs.ipc.messages import RankConfig, Welcome
 from pytest_megatron.gangs.lifecycle import GangState, Lifecycle
 from pytest_megatron.gangs.nodes.leader import Leader, nodes_of
@@ -113,7 +112,7 @@ class GangPool:
     """
 
     def __init__(self, config: pytest.Config, run: RunSession, default_size: int) -> None:
-        """Start listening for fork servers and ranks.
+        """Begin without gangs.
 
         Args:
             config: Configuration of the session.
@@ -135,15 +134,12 @@ class GangPool:
         self._default_size = default_size
         self._template: TemplateProcess | None = None
         self._ahead: tuple[RankConfig, ...] = ()
-        self._listen()
+        self._begin()
         self.plan(())
 
-    def _listen(self) -> None:
-        """Open the socket to which ranks connect, and the supervisor of it."""
-        self._listener = listen_locally()
-        self._supervisor: Supervisor | None = Supervisor(
-            self._listener, on_debugger=self._console.handle
-        )
+    def _begin(self) -> None:
+        """Begin without agents."""
+        self._supervisor: Supervisor | None = Supervisor(on_debugger=self._console.handle)
 
     def plan(self, specs: Iterable[GangSpec]) -> None:
         """Make room for gangs of some specs."""
@@ -170,7 +166,7 @@ class GangPool:
         """
         refuse_unfit_host(self._options)
         self.plan([spec])
-        self.per_rank = PerRank(self._config, self.supervisor, self._listener, self._options, None)
+        self.per_rank = PerRank(self._config, self.supervisor, self._options, None)
         start_env = self._config.stash[KEY]
         lease, start_env.lease = start_env.lease, None
         if spec.device == "cuda":
@@ -197,7 +193,7 @@ class GangPool:
             self.close_ahead()
             self.per_rank = None
             self._ahead = ()
-            self._listen()
+            self._begin()
 
     def close_ahead(self) -> None:
         """End ranks that collected, in a session that runs none of its tests."""
@@ -226,9 +222,7 @@ class GangPool:
             if config.getoption("verbose", 0) > 0:
                 write_line(config, f"every rank collects for itself: {reason}")
             if self.per_rank is None:
-                self.per_rank = PerRank(
-                    config, self.supervisor, self._listener, self._options, session.items
-                )
+                self.per_rank = PerRank(config, self.supervisor, self._options, session.items)
             else:
                 self.per_rank.compare_with(session.items)
         else:
@@ -237,8 +231,6 @@ class GangPool:
                 _ = item.location  # cached by pytest, so that ranks inherit it
             context = RankContext(
                 session=session,
-                address=self._listener.address,
-                key=self._listener.key,
                 random_state=state_if_seeded(config.stash[KEY].random_state),
             )
             template = SessionTemplate(
@@ -289,7 +281,7 @@ class GangPool:
         Only on the CPU of this node, where that is a fork and needs no devices.
         """
         is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
-        if is_plain and spec not in self._spares and self.supervisor.fork_servers.has(0):
+        if is_plain and spec not in self._spares and self.supervisor.agents.has(0):
             gang = self._spares[spec] = self._make(spec, None)
             self.tee.follow(gang)
             self.supervisor.start(gang)

@@ -1,1 +1,1 @@
-"""Process that starts ranks, and its stores."""
+"""Agent, the process that starts ranks, and its stores."""

@@ -1,8 +1,11 @@
-"""Fork server: starts ranks, reports their deaths, and kills all their descendants.
+"""Agent: starts ranks, relays their messages, reports their deaths, kills all their descendants.
 
-It is a process without work of its own, in a session of its own, which forks ranks (or executes
-fresh interpreters) and waits for them. If the controller exits, even by SIGKILL, its connection
-closes, and the fork server kills all of its ranks.
+It is a process without work of its own, in a session of its own, which forks ranks and waits for
+them. They have no connection but that to their agent, so that the controller learns of a death
+after the last message of the rank, and before what others sent later. If the controller exits, even
+by SIGKILL, its connection closes, and the agent kills all of its ranks.
+
+An agent never waits until others read, and reads from ranks only what it can pass on.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import gc
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,12 +24,14 @@ from typing import NoReturn, TypeAlias
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.ipc.channel import Channel
+from pytest_megatron.gangs.ipc.channel import OWN, BufferedChannel, Frame, Place
 from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
+    Broken,
     Died,
     Fork,
+    Hello,
     Interrupt,
     Kill,
     Killed,
@@ -34,6 +40,7 @@ from pytest_megatron.gangs.ipc.messages import (
     RankConfig,
     Stacks,
     StoreOpened,
+    decode,
 )
 from pytest_megatron.gangs.rank.lockstep import NOTE_BYTES, Lockstep, RankPipes, read_note
 from pytest_megatron.gangs.rank.logs import FLIGHT_FILE, STACKS_FILE, file_size
@@ -43,33 +50,60 @@ from pytest_megatron.process.tree import (
     become_subreaper,
     descendants,
     fork_child,
+    lives_on,
     wake_at_death_of_parent,
 )
 
-# Starts a rank, with the pipes that it shares with the fork server; returns its process. The first
-# descriptors are those that it keeps open, the second those of the fork server that it must close.
+# Starts a rank, with the pipes that it shares with the agent; returns its process. The first
+# descriptors are those that it keeps open, the second those of the agent that it must close.
 StartRank: TypeAlias = Callable[[RankConfig, RankPipes, Sequence[int], Sequence[int]], int]
 STACK_SIGNAL = signal.SIGRTMIN + 9
 _POLL_S = 0.02
 _STACKS_S = 1.0  # for a rank to write its stack
+_CLOSED = "closed its connection to the controller"
+_LOST_S = 2.0  # between looks at a rank that has closed its connection
+_MOST_UNSENT = 1 << 22  # bytes for the controller; then ranks have to wait
+# Frames of each rank without a word of the controller, after which ranks go on by themselves: they
+# are read every so many seconds then, as waking up for each would take a core from them.
+_MANY_FRAMES = 4
+_PAUSE_S = 0.03
 
 
 @dataclass(slots=True)
 class _Child:
     config: RankConfig
+    channel: BufferedChannel
     trigger: int
     notes: int
     is_alive: bool = True
     exit_code: int = 0
+    frames: list[Frame] = field(default_factory=list)  # read, and not passed on yet
+    look_at: float | None = None  # when to look what became of it, as it closed its connection
+
+    @property
+    def place(self) -> Place:
+        """The place of its frames."""
+        return self.config.gang, self.config.rank
 
     @property
     def noted(self) -> tuple[int, str]:
         """The last execution that it began, and its current phase."""
         return read_note(os.pread(self.notes, NOTE_BYTES, 0))
 
+    def descriptors(self) -> list[int]:
+        """Return the descriptors by which the agent reaches it."""
+        return [self.channel.fileno(), self.trigger, self.notes]
+
+    def read(self) -> None:
+        """Read the frames that have arrived."""
+        self.frames += self.channel.drain_frames()
+        if self.channel.is_closed and self.look_at is None:
+            self.look_at = time.monotonic() + _LOST_S
+
     def close(self, exit_code: int) -> None:
         """Note how the rank ended, and close its descriptors."""
         self.is_alive, self.exit_code = False, exit_code
+        self.channel.close()
         os.close(self.trigger)
         os.close(self.notes)
 
@@ -86,29 +120,31 @@ class _StackRequest:
     sizes: dict[int, int] = field(default_factory=dict)
 
 
-class ForkServer:
+class Agent:
     """Serves one connection until it closes."""
 
     def __init__(
         self,
-        channel: Channel,
+        channel: BufferedChannel,
         start_rank: StartRank,
         keeper: StoreKeeper,
         parent_pipe: int | None = None,
     ) -> None:
-        """Create a fork server without ranks.
+        """Create an agent without ranks.
 
         Args:
             channel: To the controller.
             start_rank: Starts the process of a rank.
             keeper: Opens stores, in a process of its own.
-            parent_pipe: Read end of a pipe; the fork server also ends when its write end is closed.
+            parent_pipe: Read end of a pipe; the agent also ends when its write end is closed.
         """
         self._channel = channel
         self._parent_pipe = parent_pipe
         self._start_rank = start_rank
         self._keeper = keeper
         self._children: dict[int, _Child] = {}
+        self._routes: dict[Place, _Child] = {}  # to ranks of agents below this one
+        self._num_relayed = 0  # frames of ranks since the last one of the controller
         self._dying: dict[int, float] = {}
         self._stores: dict[int, int] = {}
         self._own: list[int] = []
@@ -126,34 +162,99 @@ class ForkServer:
         gc.freeze()  # keep present objects shared with the ranks
         guard = os.getppid()
         wake_at_death_of_parent()
+        self._channel.send(Hello(pid=os.getpid()))
         try:
             while not self._channel.is_closed and os.getppid() == guard:
-                wait_s = _POLL_S if self._dying or self._stack_requests else None
-                channel = self._channel.fileno()
-                readable, _, _ = select.select([channel, wakeup, *parent], [], [], wait_s)
-                if self._parent_pipe in readable:
+                self._channel.flush()
+                ready = self._wait([wakeup, *parent])
+                if self._parent_pipe in ready:
                     return
-                if wakeup in readable:
+                if wakeup in ready:
                     with contextlib.suppress(BlockingIOError):
                         os.read(wakeup, 4096)
-                self._collect()
-                if channel in readable:
+                self._relay(ready)
+                if self._channel.fileno() in ready:
                     self._take()
                 self._finish_dying()
                 self._finish_stacks()
+                self._find_lost()
         finally:
             kill_descendants()
 
+    def _wait(self, own: Sequence[int]) -> set[int]:
+        """Wait for something to do; return the descriptors that are ready."""
+        poll = select.poll()
+        for descriptor in own:
+            poll.register(descriptor, select.POLLIN)
+        channel = self._channel
+        poll.register(channel, select.POLLIN | select.POLLOUT * bool(channel.num_unsent))
+        open_ones = [c for c in self._children.values() if c.is_alive and c.look_at is None]
+        is_calm = self._num_relayed > _MANY_FRAMES * len(open_ones)
+        is_read = not is_calm and channel.num_unsent < _MOST_UNSENT
+        for child in open_ones:
+            child.channel.flush()
+            events = select.POLLIN * is_read | select.POLLOUT * bool(child.channel.num_unsent)
+            if events:
+                poll.register(child.channel, events)
+        found = poll.poll(self._wait_ms(is_calm=is_calm))
+        ready = {descriptor for descriptor, _ in found}
+        if is_calm and channel.num_unsent < _MOST_UNSENT:
+            ready |= {child.channel.fileno() for child in open_ones}
+        return ready
+
+    def _wait_ms(self, *, is_calm: bool) -> float | None:
+        """Return how long to wait at most."""
+        if self._dying or self._stack_requests:
+            return _POLL_S * 1000
+        if is_calm:
+            return _PAUSE_S * 1000
+        are_lost = any(c.is_alive and c.look_at is not None for c in self._children.values())
+        return _LOST_S * 1000 if are_lost else None
+
+    def _relay(self, ready: set[int]) -> None:
+        """Pass on what ranks have sent, in an order in which it may have happened.
+
+        A rank that had died before another one sent something is reported before that.
+        """
+        senders = [c for c in self._children.values() if c.is_alive and c.channel.fileno() in ready]
+        for child in senders:
+            child.read()
+        self._collect()
+        for child in senders:
+            self._pass_on(child)
+
+    def _pass_on(self, child: _Child) -> None:
+        """Pass the frames of a rank on to the controller."""
+        frames, child.frames = child.frames, []
+        self._num_relayed += len(frames)
+        self._routes |= dict.fromkeys((f.place for f in frames if f.place != OWN), child)
+        self._channel.send_frames(
+            frame.at(child.place) if frame.place == OWN else frame for frame in frames
+        )
+
+    def _find_lost(self) -> None:
+        """Report ranks that have closed their connection, and have not died of it."""
+        now = time.monotonic()
+        for pid, child in self._children.items():
+            if child.is_alive and child.look_at is not None and now >= child.look_at:
+                child.look_at = now + _LOST_S
+                if lives_on(pid):
+                    self._channel.send(Broken(problem=_CLOSED), place=child.place)
+                    child.look_at = float("inf")
+
     def _take(self) -> None:
-        """Take all messages of the controller that have arrived."""
-        while True:
-            message, descriptors = self._channel.receive_with_descriptors()
-            if message is not None:
-                self._handle(message, descriptors)
-            for descriptor in descriptors:
+        """Take all frames of the controller that have arrived."""
+        self._num_relayed = 0
+        for frame in self._channel.drain_frames(takes_descriptors=True):
+            children = [c for c in self._children.values() if c.is_alive and c.place == frame.place]
+            if frame.place == OWN:
+                self._handle(decode(frame.content), frame.descriptors)
+            elif children:
+                children[0].channel.send_frames([frame.at(OWN)])
+            elif (child := self._routes.get(frame.place)) is not None:
+                child.channel.send_frames([frame])
+            for descriptor in frame.descriptors:
                 os.close(descriptor)
-            if message is None or not self._channel.has_message:
-                return
 
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         """Do what a message of the controller asks for."""
@@ -173,7 +274,7 @@ class ForkServer:
             case AskStacks(gang=gang, ranks=ranks):
                 self._ask_stacks(gang, ranks)
             case _:
-                raise AssertionError(f"not for a fork server: {message!r}")
+                raise AssertionError(f"not for an agent: {message!r}")
 
     def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
         """Start ranks of a gang."""
@@ -188,19 +289,23 @@ class ForkServer:
         self, config: RankConfig, descriptors: Sequence[int], lockstep: Lockstep | None
     ) -> None:
         """Start a rank, and keep the descriptors that reach it."""
+        ours, theirs = socket.socketpair()
+        connection = theirs.detach()
         trigger_read, trigger = os.pipe()
         notes = os.memfd_create("notes")
         os.ftruncate(notes, NOTE_BYTES)
+        child = _Child(config, BufferedChannel(ours), trigger, notes)
         others = [c for c in self._children.values() if c.is_alive]
-        unwanted = [fd for child in others for fd in (child.trigger, child.notes)]
+        unwanted = [fd for other in others for fd in other.descriptors()]
         pid = self._start_rank(
             config,
-            RankPipes(trigger_read, notes, lockstep),
+            RankPipes(connection, trigger_read, notes, lockstep),
             descriptors,
-            [*unwanted, *self._own, trigger],
+            [*unwanted, *self._own, ours.fileno(), trigger],
         )
+        os.close(connection)
         os.close(trigger_read)
-        self._children[pid] = _Child(config, trigger, notes)
+        self._children[pid] = child
 
     def _adopt(self, adopt: Adopt) -> None:
         """Assign a collector that becomes a rank to its gang."""
@@ -227,6 +332,8 @@ class ForkServer:
                 self._keeper.replace_if_ended(pid)
             elif child.is_alive:
                 run, phase = child.noted
+                child.read()
+                self._pass_on(child)
                 child.close(os.waitstatus_to_exitcode(status))
                 self._channel.send(
                     Died(
@@ -326,13 +433,15 @@ class ForkServer:
 
 
 def fork_rank(
-    channel: Channel, keeper: StoreKeeper, run_rank: Callable[[RankConfig, RankPipes], NoReturn]
+    channel: BufferedChannel,
+    keeper: StoreKeeper,
+    run_rank: Callable[[RankConfig, RankPipes], NoReturn],
 ) -> StartRank:
     """Return a function that starts ranks by forking this process, with all that it has loaded.
 
     Args:
-        channel: Connection of the fork server, closed in ranks.
-        keeper: Keeper of the fork server, closed in ranks.
+        channel: Connection of the agent, closed in ranks.
+        keeper: Keeper of the agent, closed in ranks.
         run_rank: Runs a rank in the child.
     """
 

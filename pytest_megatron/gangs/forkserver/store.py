@@ -196,7 +196,7 @@ def _serve_store(descriptor: int, port: int) -> object:
             use_libuv=has_libuv,
         )
     except RuntimeError as error:
-        sys.stderr.write(f"{error}\n")  # the log of the fork server
+        sys.stderr.write(f"{error}\n")  # the log of the agent
         os.close(descriptor)
         return None
 

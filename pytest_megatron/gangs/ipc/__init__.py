@@ -1,1 +1,1 @@
-"""Channel and messages between controller, fork servers and ranks."""
+"""Channel and messages between controller, agents and ranks."""

@@ -1,8 +1,8 @@
-"""Connections between controller, fork servers and ranks: frames, authentication, addresses.
+"""Connections between controller, agents and ranks: frames, and authentication between nodes.
 
-Each side proves that it knows the key of the session before any message is decoded (HMAC-SHA256
-over both sides' nonces). On one host the socket is a file in a directory that only the user can
-read; over TCP frames are not encrypted, like all other traffic between ranks.
+On one host processes inherit one end of a pair of sockets. Over TCP each side proves that it knows
+the key of the session before any message is decoded (HMAC-SHA256 over both sides' nonces); frames
+are not encrypted, like all other traffic between ranks.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ import contextlib
 import hmac
 import secrets
 import struct
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from os import getpid  # a test may put another function in its place
-from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+from typing_extensions import override
 
 from pytest_megatron.gangs.ipc.messages import Message, Register, decode, encode_within
 from pytest_megatron.process.originals import os, select, socket, time
 
-_HEAD = struct.Struct("!IB")  # length of a frame, and its number of descriptors
+_HEAD = struct.Struct("!IiiB")  # length of a frame, gang and rank, number of descriptors
 _NONCE_BYTES = 32
 _PROOF_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 28
@@ -31,28 +32,51 @@ _CHUNK_BYTES = 1 << 18
 _HANDSHAKE_S = 20.0
 _KEEPALIVE_S = 10  # interval of TCP keepalive probes
 _SILENCE_MS = 30_000  # without acknowledgement until a connection ends
-_MOST_TEMP_CHARS = 80
-_SHORT_TEMP = "/tmp"  # noqa: S108 - mkdtemp makes a private directory in it
+Place: TypeAlias = tuple[int, int]
+OWN: Place = (0, -1)
 
 
 class WrongKeyError(PermissionError):
     """The other side does not know the key of this session."""
 
 
-class Channel:
-    """One authenticated connection of one process; sending does nothing in a forked child.
+class Frame(NamedTuple):
+    """An encoded message.
 
-    The controller reads with `drain`, which never blocks; others read with `receive`.
+    Attributes:
+        place: Gang and rank of the process that sent it, or that it is for; `OWN` of or for the
+            process at the other end of the connection, which relays the others.
+        descriptors: File descriptors that come with it, on a local socket.
+    """
+
+    place: Place
+    content: bytes
+    descriptors: Sequence[int] = ()
+
+    def at(self, place: Place) -> Frame:
+        """Return it with another place."""
+        return self._replace(place=place)
+
+
+class Channel:
+    """One connection of one process; sending does nothing in a forked child.
+
+    Who relays for others reads with `drain_frames`, which never blocks; others with `receive`.
+
+    Attributes:
+        socket: The connection.
+        is_closed: Whether no more can follow.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
+        self.socket = connection
+        self._is_local = connection.family == socket.AF_UNIX
         self._sendall = connection.sendall  # a test may patch the class
         self._buffer = bytearray()
         self._descriptors: list[int] = []  # of frames in the buffer
         self._owner = getpid()
         self.is_closed = False
-        if connection.family != socket.AF_UNIX:
+        if not self._is_local:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
@@ -61,9 +85,9 @@ class Channel:
 
     def fileno(self) -> int:
         """Return the descriptor, for `select`."""
-        return self._socket.fileno()
+        return self.socket.fileno()
 
-    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+    def send(self, message: Message, descriptors: Sequence[int] = (), place: Place = OWN) -> None:
         """Send a message; it is dropped if the other side is gone, which is detected elsewhere.
 
         Texts of a message that is too long for a frame are cut, with a note.
@@ -71,27 +95,28 @@ class Channel:
         Args:
             message: The message.
             descriptors: File descriptors to attach, on a local socket.
+            place: Whom it is for, or of.
         """
-        self.send_frames([encode_within(message, _MAX_FRAME_BYTES)], descriptors)
+        self.send_frames([Frame(place, encode_within(message, _MAX_FRAME_BYTES), descriptors)])
 
-    def send_frame(self, frame: bytes) -> None:
-        """Send an encoded message, so that it can be encoded once for many channels."""
-        self.send_frames([frame])
-
-    def send_frames(self, frames: Sequence[bytes], descriptors: Sequence[int] = ()) -> None:
-        """Send several messages at once; descriptors are attached to the first."""
+    def send_frames(self, frames: Iterable[Frame]) -> None:
+        """Send several encoded messages at once."""
         if self.is_closed or getpid() != self._owner:
             return
-        longest = max(map(len, frames))
-        if longest > _MAX_FRAME_BYTES:
-            raise ValueError(_too_long(longest))
-        attached = list(descriptors) if self._socket.family == socket.AF_UNIX else []
-        numbers = (len(attached), *(0 for _ in frames[1:]))
-        heads = map(_HEAD.pack, map(len, frames), numbers)
-        content = b"".join(head + frame for head, frame in zip(heads, frames, strict=True))
+        content, attached = bytearray(), list[int]()
+        for frame in frames:
+            if len(frame.content) > _MAX_FRAME_BYTES:
+                raise ValueError(_too_long(len(frame.content)))
+            own = frame.descriptors if self._is_local else ()
+            content += _HEAD.pack(len(frame.content), *frame.place, len(own)) + frame.content
+            attached += own
+        self._write(content, attached)
+
+    def _write(self, content: bytearray, attached: list[int]) -> None:
+        """Write frames, however long that takes."""
         try:
             if attached:
-                content = content[socket.send_fds(self._socket, [content], attached) :]
+                content = content[socket.send_fds(self.socket, [content], attached) :]
             if content:  # none is an error where the other side has read all and closed
                 self._sendall(content)
         except OSError:
@@ -101,51 +126,47 @@ class Channel:
         """Wait for a message; return None once the other side is gone."""
         return self.receive_with_descriptors()[0]
 
-    def receive_with_descriptors(self) -> tuple[Message | None, list[int]]:
+    def receive_with_descriptors(self) -> tuple[Message | None, Sequence[int]]:
         """Wait for a message and its attached descriptors."""
         while (found := self._next_frame()) is None:
             try:
-                if self._socket.family == socket.AF_UNIX:
-                    chunk, fds, _, _ = socket.recv_fds(self._socket, 1 << 16, _MAX_FDS)
-                    self._descriptors += fds
-                else:
-                    chunk = self._socket.recv(1 << 16)
+                if not self._read(1 << 16, 0, takes_descriptors=True):
+                    self.is_closed = True
             except OSError:
-                chunk = b""
-            if not chunk:
                 self.is_closed = True
+            if self.is_closed:
                 return None, []
-            self._buffer += chunk
-        return decode(found[0]), found[1]
-
-    @property
-    def has_message(self) -> bool:
-        """True if a complete message is buffered."""
-        return self._frame_end() is not None
+        return decode(found.content), found.descriptors
 
     def drain(self) -> list[Message]:
         """Return the messages that have arrived; set `is_closed` if no more can follow.
 
-        Bytes that are no message (a test may write to any descriptor) end the connection, as do
-        descriptors, which only `receive_with_descriptors` takes.
+        Bytes that are no message (a test may write to any descriptor) end the connection.
         """
         messages = []
         try:
             for frame in self.drain_frames():
-                messages.append(decode(frame))  # noqa: PERF401 - keep those before a bad one
+                messages.append(decode(frame.content))  # noqa: PERF401 - keep those before a bad one
         except ValueError:
             self._give_up()
         return messages
 
-    def drain_frames(self) -> list[bytes]:
-        """Return the frames that have arrived, like `drain`."""
+    def drain_frames(self, *, takes_descriptors: bool = False) -> list[Frame]:
+        """Return the frames that have arrived; set `is_closed` if no more can follow.
+
+        Args:
+            takes_descriptors: Whether frames may have descriptors, on a `BufferedChannel`; else one
+                that has ends the connection.
+        """
         try:
             while True:
-                chunk = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
-                self._buffer += chunk
-                if len(chunk) < _CHUNK_BYTES:  # all that has arrived
-                    self.is_closed = not chunk
-                    break
+                num_bytes = self._read(
+                    _CHUNK_BYTES, socket.MSG_DONTWAIT, takes_descriptors=takes_descriptors
+                )
+                if num_bytes < _CHUNK_BYTES:
+                    self.is_closed = self.is_closed or not num_bytes
+                    if not (takes_descriptors and num_bytes):  # those end what is read at once
+                        break
         except BlockingIOError:
             pass
         except OSError:
@@ -153,10 +174,20 @@ class Channel:
         frames = []
         try:
             while (found := self._next_frame()) is not None:
-                frames.append(found[0])
+                frames.append(found)
         except ValueError:
             self._give_up()
         return frames
+
+    def _read(self, most_bytes: int, flags: int, *, takes_descriptors: bool) -> int:
+        """Read what has arrived into the buffer; return the number of bytes."""
+        if takes_descriptors and self._is_local:
+            chunk, found, _, _ = socket.recv_fds(self.socket, most_bytes, _MAX_FDS, flags)
+            self._descriptors += found
+        else:
+            chunk = self.socket.recv(most_bytes, flags)
+        self._buffer += chunk
+        return len(chunk)
 
     def _give_up(self) -> None:
         self.is_closed = True
@@ -165,47 +196,80 @@ class Channel:
     def close(self) -> None:
         """Close the connection; may be called again."""
         self.is_closed = True
-        self._socket.close()
+        self.socket.close()
         while self._descriptors:
             os.close(self._descriptors.pop())
 
     def leave(self) -> None:
         """Detach the connection, so that the kernel closes it when this process exits."""
         self.is_closed = True
-        self._socket.detach()
+        self.socket.detach()
 
     def wait_for_end(self, limit_s: float) -> None:
         """Wait until the other side is gone, and discard its messages."""
         deadline = time.monotonic() + limit_s
         while not self.is_closed and (left_s := deadline - time.monotonic()) > 0:
-            if select.select([self._socket], [], [], left_s)[0]:
+            if select.select([self.socket], [], [], left_s)[0]:
                 self.drain()
 
-    def _frame_end(self) -> int | None:
-        """Return where the first frame in the buffer ends, None if it is not whole."""
-        if len(self._buffer) < _HEAD.size:
-            return None
-        length, _ = _HEAD.unpack_from(self._buffer)
-        if length > _MAX_FRAME_BYTES:
-            raise ValueError(_too_long(length))
-        end = _HEAD.size + int(length)
-        return end if len(self._buffer) >= end else None
-
-    def _next_frame(self) -> tuple[bytes, list[int]] | None:
-        """Return a frame that has arrived, with its descriptors.
+    def _next_frame(self) -> Frame | None:
+        """Return a frame that has arrived whole, with its descriptors.
 
         Raises:
             ValueError: It is too long, or came without its descriptors.
         """
-        end = self._frame_end()
-        if end is None:
+        if len(self._buffer) < _HEAD.size:
             return None
-        _, num_attached = _HEAD.unpack_from(self._buffer)
-        frame, attached = bytes(self._buffer[_HEAD.size : end]), self._descriptors[:num_attached]
+        length, gang, rank, num_attached = _HEAD.unpack_from(self._buffer)
+        if length > _MAX_FRAME_BYTES:
+            raise ValueError(_too_long(length))
+        end = _HEAD.size + int(length)
+        if len(self._buffer) < end:
+            return None
+        content, attached = bytes(self._buffer[_HEAD.size : end]), self._descriptors[:num_attached]
         if len(attached) < num_attached:
             raise ValueError(f"{len(attached)} descriptors came, {num_attached} were expected")
         del self._buffer[:end], self._descriptors[:num_attached]
-        return frame, attached
+        return Frame((gang, rank), content, attached)
+
+
+class BufferedChannel(Channel):
+    """A connection whose `send` never waits: `flush` sends what did not fit."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        connection.setblocking(False)  # `send_fds` and `recv_fds` ignore MSG_DONTWAIT
+        self._unsent = bytearray()
+        self._unsent_descriptors: list[int] = []
+
+    @property
+    def num_unsent(self) -> int:
+        """Number of bytes that wait for the other side to read."""
+        return len(self._unsent)
+
+    @override
+    def _write(self, content: bytearray, attached: list[int]) -> None:
+        """Keep frames for `flush`."""
+        self._unsent += content
+        self._unsent_descriptors += map(os.dup, attached)
+
+    def flush(self) -> None:
+        """Send as much as the other side takes now."""
+        try:
+            while self._unsent:
+                chunk, attached = self._unsent[:_CHUNK_BYTES], self._unsent_descriptors[:_MAX_FDS]
+                if attached:
+                    num_sent = socket.send_fds(self.socket, [chunk], attached)
+                else:
+                    num_sent = self.socket.send(chunk)
+                del self._unsent[:num_sent], self._unsent_descriptors[: len(attached)]
+                for descriptor in attached:
+                    os.close(descriptor)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._unsent.clear()
+            self.is_closed = True
 
 
 @dataclass(slots=True)
@@ -222,14 +286,13 @@ class Listener:
     """Listening socket of the controller; never blocks on a silent client.
 
     Attributes:
-        address: Address for clients: `unix:PATH` or `tcp:HOST:PORT`.
+        address: Address for clients, `HOST:PORT`.
         key: Secret that clients have to prove.
     """
 
     address: str
     key: bytes
     _socket: socket.socket
-    _directory: Path | None = None
     _pending: dict[int, _PendingCaller] = field(default_factory=dict)
 
     def fileno(self) -> int:
@@ -281,27 +344,11 @@ class Listener:
             connection.close()
             raise PermissionError("a caller hung up") from None
 
-    def forget(self) -> None:
-        """Close the descriptors, in a forked child."""
+    def close(self) -> None:
+        """Stop listening."""
         for caller in self._pending.values():
             caller.connection.close()
         self._socket.close()
-
-    def close(self) -> None:
-        """Stop listening, and remove the socket file."""
-        self.forget()
-        if self._directory is not None:
-            remove_socket(self.address)
-
-
-def listen_locally() -> Listener:
-    """Listen on a socket file that only this user can open."""
-    directory = Path(tempfile.mkdtemp(prefix="ptm-", dir=_short_temp()))
-    listening = socket.socket(socket.AF_UNIX)
-    path = directory / "wire"
-    listening.bind(str(path))
-    listening.listen(_BACKLOG)
-    return Listener(f"unix:{path}", secrets.token_bytes(32), listening, directory)
 
 
 def listen_on(host: str, port: int, key: bytes) -> Listener:
@@ -321,29 +368,18 @@ def listen_on(host: str, port: int, key: bytes) -> Listener:
         )
     else:
         listening = socket.create_server(("", port), backlog=_BACKLOG)
-    return Listener(f"tcp:{host}:{listening.getsockname()[1]}", key, listening)
+    return Listener(f"{host}:{listening.getsockname()[1]}", key, listening)
 
 
-def remove_socket(address: str) -> None:
-    """Remove the socket file of a controller that was killed."""
-    scheme, _, path = address.partition(":")
-    if scheme == "unix":
-        with contextlib.suppress(OSError):
-            Path(path).unlink(missing_ok=True)
-            Path(path).parent.rmdir()
-
-
-def connect(address: str, key: bytes, register: Register | None) -> Channel:
-    """Connect to the controller, and register unless `register` is None.
-
-    On one host there is no time limit, as the controller may be busy with a test of its own for
-    minutes; if it dies, the kernel closes the connection.
+def connect(address: str, key: bytes, register: Register) -> Channel:
+    """Connect to the controller, and register.
 
     Raises:
         WrongKeyError: The two sides have different keys.
         OSError: It cannot be reached.
     """
-    connection = _reach(address)
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
     try:
         their_nonce = _read(connection, _NONCE_BYTES)
         nonce = secrets.token_bytes(_NONCE_BYTES)
@@ -359,39 +395,8 @@ def connect(address: str, key: bytes, register: Register | None) -> Channel:
     except OSError:
         connection.close()
         raise
-    if register is not None:
-        channel.send(register)
+    channel.send(register)
     return channel
-
-
-def connect_unless_ended(address: str, key: bytes, register: Register) -> Channel | None:
-    """Connect to the controller; None if it has ended, and if it was killed, remove its socket.
-
-    Raises:
-        OSError: It cannot be reached.
-    """
-    try:
-        return connect(address, key, register)
-    except (FileNotFoundError, WrongKeyError):
-        return None
-    except ConnectionError:  # nobody listens
-        remove_socket(address)
-        return None
-
-
-def _reach(address: str) -> socket.socket:
-    """Connect to an address, a path of a Unix socket or host and port."""
-    scheme, _, rest = address.partition(":")
-    if scheme != "unix":
-        host, _, port = rest.rpartition(":")
-        return socket.create_connection((host, int(port)), timeout=_HANDSHAKE_S)
-    connection = socket.socket(socket.AF_UNIX)  # no time limit: see `connect`
-    try:
-        connection.connect(rest)
-    except OSError:
-        connection.close()
-        raise
-    return connection
 
 
 def _read(connection: socket.socket, num_bytes: int) -> bytes:
@@ -411,9 +416,3 @@ def _too_long(num_bytes: int) -> str:
 
 def _prove(key: bytes, role: bytes, theirs: bytes, own: bytes) -> bytes:
     return hmac.digest(key, role + theirs + own, "sha256")
-
-
-def _short_temp() -> str | None:
-    """Return a directory with a short name: the kernel takes paths of sockets up to 107 bytes."""
-    is_short = len(tempfile.gettempdir()) <= _MOST_TEMP_CHARS
-    return None if is_short or not os.path.isdir(_SHORT_TEMP) else _SHORT_TEMP

@@ -1,4 +1,4 @@
-"""Messages between controller, fork servers and ranks, as frozen types.
+"""Messages between controller, agents and ranks, as frozen types.
 
 A frame is a JSON array: the name of the type, then its fields by name. Nothing is executed or
 unpickled: a peer that knows the key can forge outcomes, and nothing else.
@@ -82,7 +82,7 @@ class SessionEnded:
 class BecomeRank:
     """Start of a rank in a process that was started before its session.
 
-    Attached are the pipes that it shares with its fork server, and what it keeps.
+    Attached are the pipes that it shares with its agent, and what it keeps.
 
     Attributes:
         content: Data that a rank that is executed gets on stdin.
@@ -145,27 +145,31 @@ UNKNOWN = -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Register:
-    """First message of every connection, to the controller.
+    """First message of a connection from another node.
 
     Attributes:
-        role: `rank`, `fork_server`, or `node` for the session of another node.
-        gang: The gang of a rank; else 0.
-        rank: The rank; of a fork server the one that it forks, or -1 for all of its node.
+        role: `node` for the session of that node, `agent` for its agent.
         node_rank: Index of its host.
-        world_size: Size of gangs that a fork server of one rank serves; 0 for a node's.
     """
 
     role: str
-    gang: int
-    rank: int
     node_rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    """An agent is ready to start ranks.
+
+    Attributes:
+        pid: Its process.
+    """
+
     pid: int
-    world_size: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """The fork server of one rank has collected, and can start that rank.
+    """The agent of one rank has collected, and can start that rank.
 
     Attributes:
         is_same: Whether it collected the same tests as the controller.
@@ -345,7 +349,7 @@ class Fork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adopt:
-    """Assign the fork server of one rank, which becomes that rank, to a gang.
+    """Assign the agent of one rank, which becomes that rank, to a gang.
 
     Attributes:
         collector: The number that it was started with in place of a gang's.
@@ -361,7 +365,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Died:
-    """The process of a rank ended; sent by its fork server.
+    """The process of a rank ended; sent by its agent after the last message of the rank.
 
     Attributes:
         exit_code: `Popen.returncode`: negative means killed by that signal.
@@ -411,7 +415,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Killed:
-    """No process of a gang is left on this fork server."""
+    """No process of a gang is left below this agent."""
 
     gang: int
 
@@ -449,6 +453,7 @@ class Stacks:
 
 Message: TypeAlias = (
     Register
+    | Hello
     | Collected
     | Ready
     | PhaseEnded

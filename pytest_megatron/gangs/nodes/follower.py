@@ -1,13 +1,15 @@
 """The session of a node other than 0, which follows node 0's.
 
-It collects as well, starts a fork server for node 0, and repeats the reports of node 0, so that
+It collects as well, starts an agent for node 0, and repeats the reports of node 0, so that
 terminal, JUnit XML and exit code agree on every node.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
+import socket
 import time
 from collections.abc import Callable, Generator
 from dataclasses import replace
@@ -60,7 +62,6 @@ class FollowerPlugin:
         self._options = options
         self._random_before = random.getstate()
         self._exit_code: int | None = None
-        self._address = ""
         self._channel: Channel | None = None
         self._failed: list[str] = []
         self._xml_before = _stamp_of(config.option.xmlpath)
@@ -80,7 +81,7 @@ class FollowerPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Start a fork server for node 0, and repeat its reports."""
+        """Start an agent for node 0, and repeat its reports."""
         option = session.config.option
         if option.collectonly:
             return None
@@ -89,7 +90,7 @@ class FollowerPlugin:
             key = find_key(os.environ, Path.home(), self._options.rdzv_step)
         except LaunchError as error:
             raise pytest.UsageError(str(error)) from None
-        channel = self._channel = self._call(key, _HOPELESS_S if num_errors else MEETING_S)
+        channel = self._channel = self._call(key, "node", _HOPELESS_S if num_errors else MEETING_S)
         welcome = self._be_welcomed(channel)
         if num_errors:
             what = f"{counted(num_errors, 'error')} while it collected"
@@ -126,24 +127,21 @@ class FollowerPlugin:
             self._channel.wait_for_end(_END_S)
         self._channel.close()
 
-    def _call(self, key: bytes, limit_s: float) -> Channel:
+    def _call(self, key: bytes, role: str, limit_s: float) -> Channel:
         """Connect to node 0, which may start later.
 
         Raises:
             pytest.exit.Exception: It does not answer, or has another key.
         """
         options = self._options
-        registration = Register(
-            role="node", gang=0, rank=-1, node_rank=options.node_rank, pid=os.getpid()
-        )
+        registration = Register(role=role, node_rank=options.node_rank)
         started = time.monotonic()
         wrong_key_s = _WRONG_KEY_S if options.rdzv_step else 0.0
         while True:
             waited_s, problem = time.monotonic() - started, ""
             for host, port in addresses_of(options):
-                self._address = f"tcp:{host}:{port}"
                 try:
-                    return connect(self._address, key, registration)
+                    return connect(f"{host}:{port}", key, registration)
                 except WrongKeyError:
                     if waited_s >= wrong_key_s:
                         raise pytest.exit.Exception(
@@ -196,7 +194,9 @@ class FollowerPlugin:
             )
             os.environ[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
         start = self._start_preloaded if welcome.is_collecting else self._fork_template
-        end = start(session, channel, welcome, key)
+        connection = self._call(key, "agent", MEETING_S)
+        end = start(session, connection, welcome)
+        connection.close()
         try:
             channel.send(_compare(session, welcome))
             self._show(session, channel)
@@ -206,20 +206,19 @@ class FollowerPlugin:
                 lease.close()
 
     def _fork_template(
-        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+        self, session: pytest.Session, connection: Channel, welcome: Welcome
     ) -> Callable[[], None]:
         """Start the process that forks ranks; return a function that ends it."""
         parent_pipe, own_end = os.pipe()
 
         def forget() -> None:
             os.close(own_end)
-            channel.close()
+            if self._channel is not None:
+                self._channel.close()
 
         own = {item.nodeid: item for item in session.items}
         context = RankContext(
             session=session,
-            address=self._address,
-            key=key,
             random_state=state_if_seeded(self._random_before),
             base_temp=self._base_temp,
         )
@@ -227,13 +226,12 @@ class FollowerPlugin:
             context=context,
             coverage={},
             coverage_file="",
-            node_rank=self._options.node_rank,
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
             parent_pipe=parent_pipe,
             forget=forget,
             loads=modules_to_load(session),
         )
-        pid = template.fork_loaded()
+        pid = template.fork_loaded(connection.socket)
         os.close(parent_pipe)
 
         def end() -> None:
@@ -243,25 +241,22 @@ class FollowerPlugin:
         return end
 
     def _start_preloaded(
-        self, session: pytest.Session, channel: Channel, welcome: Welcome, key: bytes
+        self, session: pytest.Session, connection: Channel, welcome: Welcome
     ) -> Callable[[], None]:
         """Start the process for ranks that collect themselves; return a function that ends it."""
-        del session, channel
-        info = make_session_info(
-            self._config,
-            address=self._address,
-            key=key,
-            digest=digest_of(welcome.node_ids),
-        )
+        del session
+        info = make_session_info(self._config, digest=digest_of(welcome.node_ids))
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
         info = replace(
             info,
             node_rank=self._options.node_rank,
             env={**info.env, **devices},
-            has_parent_pipe=True,
             base_temp=self._base_temp,
         )
-        return serve_preloaded(self._config.stash[KEY], info).stop
+        preloaded = serve_preloaded(self._config.stash[KEY], info)
+        with contextlib.suppress(OSError):  # `problem` reports it
+            socket.send_fds(preloaded.connection, [b"c"], [connection.fileno()])
+        return preloaded.stop
 
     @property
     def _base_temp(self) -> str:

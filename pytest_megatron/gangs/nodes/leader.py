@@ -75,7 +75,7 @@ class Leader:
         self._stop: tuple[str, str] | None = None
         self._followers = Followers(welcome)
         listener = _listen(options)
-        self._endpoint = listener.address.removeprefix("tcp:")
+        self._endpoint = listener.address
         supervisor.listen(listener, self._followers)
 
     def wait(self) -> None:
@@ -171,7 +171,7 @@ class Leader:
         self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
 
     def _is_there(self, node_rank: int) -> bool:
-        return node_rank in self._followers.joined and self._supervisor.fork_servers.has(node_rank)
+        return node_rank in self._followers.joined and self._supervisor.agents.has(node_rank)
 
 
 def _listen(options: Options) -> Listener:

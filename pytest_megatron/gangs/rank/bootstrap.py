@@ -60,7 +60,7 @@ def become_rank(config: RankConfig, pipes: RankPipes, *, random_state: RandomSta
 
     Args:
         config: Configuration of the rank.
-        pipes: Descriptors that it shares with its fork server.
+        pipes: Descriptors that it shares with its agent.
         random_state: State of `random`, if it was seeded: a fork reseeds it.
     """
     global _device  # noqa: PLW0603 - one process, one rank

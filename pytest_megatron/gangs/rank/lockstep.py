@@ -2,8 +2,8 @@
 
 Every rank publishes its end of a test in shared memory. If all agree (each passed, all entered the
 same collectives, every send was received), the test that the controller sent ahead may start;
-otherwise it is dropped, and the controller decides. Only for ranks that one fork server forks, as
-they inherit memory and descriptors.
+otherwise it is dropped, and the controller decides. Only for ranks that one agent forks, as they
+inherit memory and descriptors.
 
 What it gains: one more trivial test, in ms, with it, without it and under `torch.distributed.run -m
 pytest`, in turns on a host with 2x NVIDIA H200 and torch 2.11 (40 and 1,240 tests of
@@ -142,15 +142,17 @@ def read_note(note: bytes) -> tuple[int, str]:
 
 @dataclass(slots=True)
 class RankPipes:
-    """Descriptors that a rank shares with its fork server.
+    """Descriptors that a rank shares with its agent.
 
     Attributes:
+        connection: The rank's end of their pair of sockets.
         trigger: Read end of a pipe; a byte in it requests NCCL's flight record.
         notes: A file in memory in which the rank writes its last execution and its current
             phase; closed by the first write.
-        lockstep: Shared by all ranks of the gang, if one fork server forks all of them.
+        lockstep: Shared by all ranks of the gang, if one agent forks all of them.
     """
 
+    connection: int
     trigger: int
     notes: int
     lockstep: Lockstep | None = None
@@ -166,7 +168,7 @@ class RankPipes:
         self._open()[_RUN.size :] = when.encode()[:size].ljust(size, b"\0")
 
     def _open(self) -> mmap.mmap:
-        """Return the page of memory that this rank shares with its fork server."""
+        """Return the page of memory that this rank shares with its agent."""
         if self._page is None:
             self._page = mmap.mmap(self.notes, NOTE_BYTES)  # has a descriptor of its own
             os.close(self.notes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import socket
 import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ from pytest_megatron.gangs.controller.other_plugins import (
     is_of_controller,
     leave_to_controller,
 )
-from pytest_megatron.gangs.ipc.channel import Channel, connect
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gangs.ipc.messages import (
     UNKNOWN,
     Broken,
@@ -38,7 +39,6 @@ from pytest_megatron.gangs.ipc.messages import (
     Closed,
     RankConfig,
     Ready,
-    Register,
     Run,
 )
 from pytest_megatron.gangs.rank import bootstrap
@@ -132,16 +132,12 @@ class RankContext:
 
     Attributes:
         session: The collected session.
-        address: Address of the controller.
-        key: Key of the session.
         random_state: State of `random`, if collecting seeded it.
         base_temp: On other nodes than 0, the directory for temporary files of ranks.
         is_own_session: Whether it collected for one rank alone, and not the controller for all.
     """
 
     session: pytest.Session
-    address: str
-    key: bytes
     random_state: bootstrap.RandomState | None
     base_temp: str = ""
     is_own_session: bool = False
@@ -188,17 +184,7 @@ def run_rank(
     measurement = measure.start(rank_config.coverage, rank_config.coverage_file)
     logs = _take_streams(config, rank_config, plugin.captured)
     bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
-    channel = connect(
-        context.address,
-        context.key,
-        Register(
-            role="rank",
-            gang=rank_config.gang,
-            rank=rank_config.rank,
-            node_rank=rank_config.node_rank,
-            pid=os.getpid(),
-        ),
-    )
+    channel = Channel(socket.socket(fileno=pipes.connection))
     _take_temp(config, rank_config)
     state = StateKeeper(
         rank_config.world_size,

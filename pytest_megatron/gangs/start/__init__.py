@@ -1,1 +1,1 @@
-"""Start of rank processes: environment, mode, preload, fork server."""
+"""Start of rank processes: environment, mode, preload, template."""

@@ -1,7 +1,7 @@
 """Process that collects for one rank, and how its tests differ from the controller's.
 
-A child of the preloaded process, with the environment of its rank. After collecting it is the fork
-server of that rank, for each new gang. If it cannot be forked (CUDA, threads), it becomes the rank.
+A child of the preloaded process, with the environment of its rank. After collecting it is the agent
+of that rank, for each new gang. If it cannot be forked (CUDA, threads), it becomes the rank.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import random
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,10 +30,10 @@ from _pytest.config import ConftestImportFailure, _prepareconfig
 
 import pytest_megatron
 from pytest_megatron.gangs.controller.other_plugins import decode
-from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
+from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.ipc.channel import Channel, connect
-from pytest_megatron.gangs.ipc.messages import Collected, Fork, RankConfig, Register
+from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
+from pytest_megatron.gangs.ipc.messages import Collected, Fork, RankConfig
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs
@@ -121,19 +122,14 @@ class SessionInfo:
     """Data of the session for ranks that collect for themselves.
 
     Attributes:
-        address: Address of the controller.
-        key: Key of the session, in hexadecimal.
         arguments: Arguments of pytest as typed, and those that ranks add.
         argv: `sys.argv` of the controller.
         path: `sys.path` before any import of the user's code.
         env: The environment at that time.
         digest: Digest of the controller's node ids.
-        has_parent_pipe: Whether all processes end when the sender closes its pipe.
         base_temp: Directory for temporary files, see `SessionTemplate`.
     """
 
-    address: str
-    key: str
     node_rank: int
     directory: str
     arguments: list[str]
@@ -141,12 +137,11 @@ class SessionInfo:
     path: list[str]
     env: Mapping[str, str]
     digest: str
-    has_parent_pipe: bool = False
     base_temp: str = ""
 
 
 def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-    """Collect as a rank, and serve as its fork server."""
+    """Collect as a rank, and serve as its agent."""
     rank_config = with_own_temp(rank_config, info.base_temp)
     plugin = CollectingPlugin(_become_collector(info, rank_config))
     plugin.serve(info, rank_config, pipes)
@@ -160,7 +155,7 @@ def load_and_serve(
     """Load plugins and the first conftest files as a rank; collect and serve once it is started.
 
     Args:
-        info: Data of the session, without a connection to it.
+        info: Data of the session.
         rank_config: As far as it is known.
         receive: Waits for all of them.
     """
@@ -252,15 +247,7 @@ class CollectingPlugin:
     def serve(self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
         """Collect, unless that was not possible, and serve the controller."""
         self._info, self._rank_config, self._pipes = info, rank_config, pipes
-        registration = Register(
-            role="fork_server",
-            gang=rank_config.gang,
-            rank=rank_config.rank,
-            node_rank=rank_config.node_rank,
-            pid=os.getpid(),
-            world_size=rank_config.world_size,
-        )
-        channel = self._channel = connect(info.address, bytes.fromhex(info.key), registration)
+        channel = self._channel = Channel(socket.socket(fileno=pipes.connection))
         if self._config is None and self.end is None:
             self.load(info.arguments)
         try:
@@ -373,8 +360,6 @@ class CollectingPlugin:
         )
         context = RankContext(
             session=session,
-            address=self._info.address,
-            key=bytes.fromhex(self._info.key),
             random_state=self._random_state,
             base_temp=self._info.base_temp,
             is_own_session=True,
@@ -382,9 +367,10 @@ class CollectingPlugin:
         run = partial(run_rank, context, prepare(session))
         if obstacle:
             self._become_rank(run)
+        self._channel.leave()
+        channel = BufferedChannel(socket.socket(fileno=self._pipes.connection))
         keeper = StoreKeeper()
-        start_rank = fork_rank(self._channel, keeper, run)
-        ForkServer(self._channel, start_rank, keeper).serve()
+        Agent(channel, fork_rank(channel, keeper, run), keeper).serve()
         os._exit(0)
 
     def _become_rank(self, run: Callable[[RankConfig, RankPipes], NoReturn]) -> NoReturn:
@@ -392,7 +378,7 @@ class CollectingPlugin:
         message = self._channel.receive()  # descriptors of locks that came along stay open
         if not isinstance(message, Fork):
             os._exit(0)
-        self._channel.close()
+        self._channel.leave()
         run(message.configs[0], self._pipes)
 
 

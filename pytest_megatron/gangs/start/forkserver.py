@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import sys
 import time
 import traceback
@@ -17,16 +18,15 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.forkserver.server import ForkServer, fork_rank
+from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.ipc.channel import connect_unless_ended, remove_socket
-from pytest_megatron.gangs.ipc.messages import Register
+from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.process.tree import fork, import_installed, run_guarded
 
-_FORK_SERVER_S = 120.0  # to load torch and register
+_READY_S = 120.0  # to load torch
 _CALL_S = 0.02  # between checks whether it has registered
 
 
@@ -39,11 +39,10 @@ class SessionTemplate:
         coverage: What the template itself measures, see `RankConfig`.
         coverage_file: Data file of the coverage.
         forget: Closes descriptors of the session.
-        node_rank: Index of this host.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
         parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
-            the connection to the controller closes instead.
+            the connection closes instead.
         loads: Modules that it loads first; if one cannot be loaded, it exits.
         loaded: Write end of a pipe, which gets a byte when they are loaded.
     """
@@ -52,14 +51,17 @@ class SessionTemplate:
     coverage: Mapping[str, JsonValue]
     coverage_file: str
     forget: Callable[[], None]
-    node_rank: int = 0
     items: tuple[pytest.Item | None, ...] | None = None
     parent_pipe: int | None = None
     loads: tuple[str, ...] = ()
     loaded: int | None = None
 
-    def fork(self) -> int:
-        """Fork the template; return the process that ends after all of its descendants."""
+    def fork(self, connection: socket.socket) -> int:
+        """Fork the template; return the process that ends after all of its descendants.
+
+        Args:
+            connection: To the controller.
+        """
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         pid = fork()
@@ -68,32 +70,32 @@ class SessionTemplate:
         try:
             self.forget()
             os.setsid()
-            run_guarded(self._serve)
+            run_guarded(partial(self._serve, connection), connection)
         except BaseException:  # noqa: BLE001 - must never go on as a second controller
             traceback.print_exc()
         finally:
             os._exit(0)
 
-    def fork_loaded(self) -> int:
+    def fork_loaded(self, connection: socket.socket) -> int:
         """Fork the template and wait for its modules; without them if it ends meanwhile."""
         if not self.loads:
-            return self.fork()
+            return self.fork(connection)
         read_end, write_end = os.pipe()
 
         def forget() -> None:
             os.close(read_end)
             self.forget()
 
-        pid = replace(self, forget=forget, loaded=write_end).fork()
+        pid = replace(self, forget=forget, loaded=write_end).fork(connection)
         os.close(write_end)
         has_loaded = bool(os.read(read_end, 1))
         os.close(read_end)
         if has_loaded:
             return pid
         os.waitpid(pid, 0)
-        return replace(self, loads=()).fork()
+        return replace(self, loads=()).fork(connection)
 
-    def _serve(self) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         """Import what ranks need, then fork ranks until the controller is gone."""
         context = self.context
         measurement = measure.start(self.coverage, self.coverage_file)
@@ -107,17 +109,10 @@ class SessionTemplate:
             os.write(self.loaded, b"1")
             os.close(self.loaded)
         plugin = prepare(context.session)
-        registration = Register(
-            role="fork_server", gang=0, rank=-1, node_rank=self.node_rank, pid=os.getpid()
-        )
-        channel = connect_unless_ended(context.address, context.key, registration)
-        if channel is None:  # a worker of pytest-xdist may have no test to run
-            return
+        channel = BufferedChannel(connection)
         keeper = StoreKeeper()
         start_rank = fork_rank(channel, keeper, partial(run_rank, context, plugin))
-        ForkServer(channel, start_rank, keeper, self.parent_pipe).serve()
-        if channel.is_closed:
-            remove_socket(context.address)  # a controller that was killed leaves it
+        Agent(channel, start_rank, keeper, self.parent_pipe).serve()
         if measurement is not None:
             measurement.save()
 
@@ -128,13 +123,13 @@ class SessionTemplate:
             import_installed(self.loads)
 
 
-def wait_for_fork_server(
+def wait_for_agent(
     supervisor: Supervisor,
     limit_s: float,
     problem: Callable[[], str],
     restart: Callable[[], None],
 ) -> None:
-    """Wait until the fork server of this node has registered; restart it once if it ended.
+    """Wait until the agent of this node is ready; restart it once if it ended.
 
     Args:
         supervisor: The connections of ranks.
@@ -143,11 +138,11 @@ def wait_for_fork_server(
         restart: Starts another one.
 
     Raises:
-        LaunchError: It ended twice, or did not register in time.
+        LaunchError: It ended twice, or was not ready in time.
     """
     deadline = time.monotonic() + limit_s
     is_restarted = False
-    while not supervisor.fork_servers.has(0):
+    while not supervisor.agents.has(0):
         if reason := problem():
             if is_restarted:
                 raise LaunchError("gang", f"the process that starts ranks ended: {reason}")
@@ -160,30 +155,38 @@ def wait_for_fork_server(
 
 
 class TemplateProcess:
-    """The template process of this node, restarted once if it dies before it registers."""
+    """The template process of this node, restarted once if it dies before it is ready."""
 
     def __init__(self, template: SessionTemplate, supervisor: Supervisor) -> None:
         """Fork the template process from the session."""
-        self._make = template
+        self._template = template
         self._supervisor = supervisor
-        self._pid: int | None = template.fork()
+        self._pid: int | None = None
+        self._fork(template)
+
+    def _fork(self, template: SessionTemplate) -> None:
+        """Fork a template, with a connection to the supervisor."""
+        ours, theirs = socket.socketpair()
+        self._supervisor.connect(Channel(ours))
+        with theirs:
+            self._pid = template.fork(theirs)
 
     def wait(self) -> None:
-        """Wait until the template has registered; one that was killed is restarted once.
+        """Wait until the template is ready; one that was killed is restarted once.
 
         The second one preloads nothing, as that may have killed the first.
 
         Raises:
-            LaunchError: Neither registers.
+            LaunchError: Neither gets ready.
         """
 
         def restart() -> None:
-            self._pid = replace(self._make, loads=()).fork()
+            self._fork(replace(self._template, loads=()))
 
         def problem() -> str:
             return "it was killed" if self._has_ended() else ""
 
-        wait_for_fork_server(self._supervisor, _FORK_SERVER_S, problem, restart)
+        wait_for_agent(self._supervisor, _READY_S, problem, restart)
 
     def close(self) -> None:
         """Wait until the template has ended, once the supervisor was stopped."""

@@ -1,6 +1,6 @@
 """The preloaded process: has imported torch and pytest, for ranks that collect for themselves.
 
-It is a fork server whose children are fork servers, one for each rank of each size of gang; see
+It is an agent whose children are agents, one for each rank of each size of gang; see
 `gangs.start.collector`. It imports no code of the user.
 """
 
@@ -21,10 +21,10 @@ from functools import partial
 from typing import BinaryIO, NoReturn
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.forkserver.server import ForkServer, StartRank, fork_rank
+from pytest_megatron.gangs.forkserver.server import Agent, StartRank, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper, with_store
-from pytest_megatron.gangs.ipc.channel import Channel, connect_unless_ended, remove_socket
-from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig, Register
+from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
+from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import close_stdin
 from pytest_megatron.gangs.start.collector import (
@@ -51,7 +51,7 @@ _CODE = """
 import sys
 sys.path[:] = {path!r}
 from pytest_megatron.gangs.start.preload import main
-main()
+main({connection})
 """
 
 
@@ -72,7 +72,7 @@ class Spare:
         Args:
             env: All variables.
             path: `sys.path`.
-            streams: Its stdin, stdout and stderr.
+            streams: Its stdin, stdout and stderr, and its connection.
         """
         content = json.dumps({"env": dict(env), "path": list(path)})
         self.channel.send(BecomeRank(content=content), streams)
@@ -111,14 +111,15 @@ def fork_spare() -> Spare:
         if not isinstance(message, BecomeRank):  # it is not needed
             return
         content = json.loads(message.content)
-        for number, descriptor in enumerate(descriptors):
+        *streams, connection = descriptors
+        for number, descriptor in enumerate(streams):
             os.dup2(descriptor, number)
             os.close(descriptor)
         os.environ.clear()
         os.environ.update(content["env"])
         sys.path[:] = content["path"]
         reseed(has_user_code=False)
-        main()
+        main(connection)
 
     pid = fork_child(run, leads_session=True)
     other.close()
@@ -131,11 +132,13 @@ class PreloadedProcess:
 
     Attributes:
         stdin: Write end of its stdin.
+        connection: The other end of its connection.
         log: Descriptor of its output, a file in memory.
     """
 
     process: subprocess.Popen[bytes] | Spare
     stdin: BinaryIO
+    connection: socket.socket
     log: int
 
     def begin(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
@@ -151,10 +154,9 @@ class PreloadedProcess:
             self.write(line)
 
     def send(self, info: SessionInfo) -> None:
-        """Send the data of the session; the process then connects to the controller."""
+        """Send the data of the session; the process then serves its connection."""
         self.write(json.dumps(asdict(info)).encode())
-        if not info.has_parent_pipe:
-            self._close_stdin()
+        self._close_stdin()
 
     def write(self, line: bytes) -> None:
         """Write a line to the process's stdin; `problem` reports if it is gone."""
@@ -167,7 +169,7 @@ class PreloadedProcess:
             self.stdin.close()
 
     def stop(self, *, has_ranks: bool = True) -> None:
-        """Wait for the process's end, which follows that of its connection to the controller.
+        """Wait for the process's end, which follows that of its connection.
 
         Args:
             has_ranks: False kills it: it still imports.
@@ -175,6 +177,7 @@ class PreloadedProcess:
         if not has_ranks:
             self.process.kill()
         self._close_stdin()
+        self.connection.close()
         self.process.wait()
         os.close(self.log)
 
@@ -199,34 +202,43 @@ def start_preloaded(
     """
     log = os.memfd_create("preload")
     read_end, write_end = os.pipe()
+    ours, theirs = socket.socketpair()
     process: subprocess.Popen[bytes] | Spare
     if spares:
         process = spares.pop()
-        process.start(env, path, (read_end, log, log))
+        process.start(env, path, (read_end, log, log, theirs.fileno()))
     else:
         process = subprocess.Popen(
-            python_command(_CODE.format(path=list(path))),
+            python_command(_CODE.format(path=list(path), connection=theirs.fileno())),
             env=dict(env),
             stdin=read_end,
             stdout=log,
             stderr=log,
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
     os.close(read_end)
+    theirs.close()
     stdin = os.fdopen(write_end, "wb")
     names = json.dumps(list(modules)).encode()
     try:  # nothing that is written waits for imports
         fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
     except OSError:
         names = b"[]"
-    preloaded = PreloadedProcess(process, stdin, log)
+    preloaded = PreloadedProcess(process, stdin, ours, log)
     preloaded.write(names)
     return preloaded
 
 
-def main() -> NoReturn:
-    """Load torch and pytest, wait for the session's data, and serve."""
-    run_guarded(_serve)
+def main(descriptor: int) -> NoReturn:
+    """Load torch and pytest, wait for the session's data, and serve.
+
+    Args:
+        descriptor: Of the connection to the session.
+    """
+    connection = socket.socket(fileno=descriptor)
+    connection.set_inheritable(False)
+    run_guarded(partial(_serve, connection), connection)
     end_process(0, loaded=sys.modules)
 
 
@@ -269,7 +281,7 @@ def _load(modules: Sequence[str]) -> None:
         _import_in_child(modules)
 
 
-def _serve() -> None:
+def _serve(connection: socket.socket) -> None:
     """Load torch, wait for the session's data, and start ranks until the session ends."""
     ahead: LoadingRanks | None = None
     env, path = dict(os.environ), list(sys.path)
@@ -291,20 +303,16 @@ def _serve() -> None:
         rank_configs = [RankConfig(**config) for config in content["configs"]]
         with contextlib.suppress(LaunchError):  # they are forked later
             ahead = LoadingRanks(info, rank_configs, keeper)
-    parent_pipe = os.dup(0) if info.has_parent_pipe else None
     close_stdin()
-    registration = Register(
-        role="fork_server", gang=0, rank=-1, node_rank=info.node_rank, pid=os.getpid()
-    )
-    channel = connect_unless_ended(info.address, bytes.fromhex(info.key), registration)
-    if channel is None:
-        return
+    parent_pipe = None
+    if info.node_rank:  # the controller is elsewhere
+        _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
+        parent_pipe, connection = connection.detach(), socket.socket(fileno=descriptor)
+    channel = BufferedChannel(connection)
     start_rank: StartRank = fork_rank(channel, keeper, partial(collect_and_serve, info))
     if ahead is not None:
         start_rank = ahead.start_first(start_rank, info)
-    ForkServer(channel, start_rank, keeper, parent_pipe).serve()
-    if channel.is_closed:
-        remove_socket(info.address)  # a controller that was killed leaves it
+    Agent(channel, start_rank, keeper, parent_pipe).serve()
 
 
 class LoadingRanks:
@@ -346,10 +354,9 @@ class LoadingRanks:
         known = self._configs.get(rank_config.rank)
         if known is None:
             return False
-        own = replace(self._info, address=info.address, key=info.key)
         fields = ("world_size", "device", "log_dir", "env")
         is_same = all(getattr(known, name) == getattr(rank_config, name) for name in fields)
-        return is_same and own == info
+        return is_same and self._info == info
 
     def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
         """Return a function that starts ranks in these processes where they fit, once."""
@@ -364,8 +371,9 @@ class LoadingRanks:
                 self._ranks.clear()
             pid, waiting = self._ranks.pop(config.rank, (0, None))
             if waiting is not None:
-                content = _rank_content(info, config, pipes)
-                waiting.send(BecomeRank(content=content), [pipes.trigger, pipes.notes, *inherited])
+                content = _rank_content(info, config)
+                own = [pipes.connection, pipes.trigger, pipes.notes]
+                waiting.send(BecomeRank(content=content), [*own, *inherited])
                 if not waiting.is_closed:
                     waiting.close()
                     return pid
@@ -381,15 +389,15 @@ def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]
         os._exit(0)
     channel.close()
     content = json.loads(message.content)
-    pipes = RankPipes(trigger=descriptors[0], notes=descriptors[1])
+    connection, trigger, notes, *_ = descriptors
+    pipes = RankPipes(connection, trigger, notes)
     return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes
 
 
-def _rank_content(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> str:
+def _rank_content(info: SessionInfo, rank_config: RankConfig) -> str:
     """Return the data of a rank that began to load before it was known."""
     content = {
         "info": asdict(info),
         "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
-        "pipes": {"trigger": pipes.trigger, "notes": pipes.notes},
     }
     return json.dumps(content)

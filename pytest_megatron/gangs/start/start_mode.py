@@ -29,7 +29,7 @@ from pytest_megatron.gangs.controller.other_plugins import (
 )
 from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
-from pytest_megatron.gangs.ipc.channel import Listener
+from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.markers import device_of
@@ -48,7 +48,7 @@ from pytest_megatron.gangs.start.environment import (
     find_rank_words,
     will_load_torch,
 )
-from pytest_megatron.gangs.start.forkserver import wait_for_fork_server
+from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
@@ -60,7 +60,7 @@ from pytest_megatron.session.state import RunSession, is_run_dir_open
 
 _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
-_PRELOAD_S = 120.0  # to load torch from a slow file system and register
+_PRELOAD_S = 120.0  # to load torch from a slow file system
 _OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
 _NOTHING_FOUND = "collected none of these tests: does a hook or a condition depend on the rank?"
 # Parts of texts that differ by rank for one error: addresses, and numbers except those of lines.
@@ -116,15 +116,11 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
     return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
 
 
-def make_session_info(
-    config: pytest.Config, *, address: str, key: bytes, digest: str
-) -> SessionInfo:
+def make_session_info(config: pytest.Config, *, digest: str) -> SessionInfo:
     """Return the data of a session on this node for ranks.
 
     Args:
         config: Configuration of the session.
-        address: Address of the controller.
-        key: Key of the session.
         digest: Digest of the tests that the controller collected; "" while it does so.
     """
     start_env = config.stash[KEY]
@@ -134,8 +130,6 @@ def make_session_info(
     if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
         arguments.append("--no-cov")
     return SessionInfo(
-        address=address,
-        key=key.hex(),
         node_rank=0,
         directory=str(config.invocation_params.dir),
         arguments=arguments,
@@ -193,7 +187,7 @@ def load_ahead(config: pytest.Config) -> None:
             writer.remove_ahead()
 
     config.add_cleanup(end)
-    info = make_session_info(config, address="", key=b"", digest="")
+    info = make_session_info(config, digest="")
     preloaded.begin(info, [_for_collecting(rank_config, 1) for rank_config in rank_configs])
 
 
@@ -251,7 +245,6 @@ class PerRank:
         self,
         config: pytest.Config,
         supervisor: Supervisor,
-        listener: Listener,
         options: Options,
         items: Sequence[pytest.Item] | None,
     ) -> None:
@@ -260,7 +253,6 @@ class PerRank:
         Args:
             config: Configuration of the session.
             supervisor: Starts the ranks.
-            listener: Socket of the session.
             options: What the user asked for.
             items: Tests of the controller; None until it has collected them.
         """
@@ -273,19 +265,15 @@ class PerRank:
         self._node_ids: list[str] | None = None if items is None else _node_ids(items)
         self._uncompared: list[tuple[_World, int, Collected]] = []
         self._has_nodes = any("::" in argument for argument in config.args)
-        self._info = make_session_info(
-            config,
-            address=listener.address,
-            key=listener.key,
-            digest="" if self._node_ids is None else digest_of(self._node_ids),
-        )
+        digest = "" if self._node_ids is None else digest_of(self._node_ids)
+        self._info = make_session_info(config, digest=digest)
         self._has_served = False
         self._preloaded = self._begin()
 
     def start_ahead(self, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of a gang, once, if they can be started already."""
         size = rank_configs[0].world_size
-        self._has_served = self._has_served or self._supervisor.fork_servers.has(0)
+        self._has_served = self._has_served or self._supervisor.agents.has(0)
         if self._has_served and size not in self._worlds:
             self._start_collectors(self._worlds.setdefault(size, _World()), rank_configs)
 
@@ -307,7 +295,7 @@ class PerRank:
         world = self._worlds.setdefault(size, _World())
         self._drop_late(world)
         are_all_there = all(
-            self._supervisor.fork_servers.has(rank_config.node_rank) for rank_config in rank_configs
+            self._supervisor.agents.has(rank_config.node_rank) for rank_config in rank_configs
         )
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
@@ -402,10 +390,12 @@ class PerRank:
         self._preloaded.stop(has_ranks=self._has_served)
 
     def _begin(self) -> PreloadedProcess:
-        return serve_preloaded(self._start_env, self._info)
+        preloaded = serve_preloaded(self._start_env, self._info)
+        self._supervisor.connect(Channel(preloaded.connection))
+        return preloaded
 
     def _wait_for_preloaded(self) -> None:
-        """Wait until the preloaded process has registered; restart it once if it was killed."""
+        """Wait until the preloaded process is ready; restart it once if it was killed."""
 
         def restart() -> None:
             """Start the process with torch anew."""
@@ -416,7 +406,7 @@ class PerRank:
         def problem() -> str:
             return self._preloaded.problem()
 
-        wait_for_fork_server(self._supervisor, _PRELOAD_S, problem, restart)
+        wait_for_agent(self._supervisor, _PRELOAD_S, problem, restart)
         self._has_served = True
 
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:

@@ -1,7 +1,7 @@
 """Connections to the controller, from the handshake to their end (effects).
 
-Independent of gangs: a client that has registered is handed on. Where ranks collect for themselves,
-each has a fork server of its own.
+There is one for each agent, and one for the session of each other node. Where ranks collect for
+themselves, each has an agent of its own, which the agent of its node relays for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from typing import TypeAlias
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import with_store
-from pytest_megatron.gangs.ipc.channel import Channel, Listener, WrongKeyError
+from pytest_megatron.gangs.ipc.channel import (
+    OWN,
+    Channel,
+    Frame,
+    Listener,
+    Place,
+    WrongKeyError,
+)
 from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     Collected,
@@ -34,11 +41,12 @@ from pytest_megatron.gangs.ipc.messages import (
     Stacks,
     StoreOpened,
     Welcome,
+    decode,
     encode,
 )
 from pytest_megatron.process.guard import send_signal
 
-OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Message]], None]
+OnRegister: TypeAlias = Callable[[Channel, Register, Sequence[Frame]], None]
 
 
 class Calls:
@@ -48,35 +56,31 @@ class Calls:
         late_s: Time by which the last wait exceeded its limit: a busy host or Ctrl-Z.
     """
 
-    def __init__(self, listener: Listener, on_register: OnRegister) -> None:
-        """Start listening for connections.
-
-        Args:
-            listener: The first listening socket.
-            on_register: Called with each channel that has registered and the messages that
-                followed; has to `read` or `drop` it.
-        """
-        self._on_register = on_register
-        self._on_wrong_key: Callable[[], None] | None = None
+    def __init__(self) -> None:
         self._listeners: list[Listener] = []
         self._selector = selectors.DefaultSelector()
         self.late_s = 0.0
-        self.listen(listener)
 
-    def listen(self, listener: Listener, on_wrong_key: Callable[[], None] | None = None) -> None:
-        """Accept connections at one more socket.
+    def listen(
+        self, listener: Listener, on_register: OnRegister, on_wrong_key: Callable[[], None]
+    ) -> None:
+        """Accept connections at a socket.
 
         Args:
             listener: The socket.
+            on_register: Called with each channel that has registered and the frames that
+                followed; has to `read` or `drop` it.
             on_wrong_key: Called when a client does not know the key of the session.
         """
+        self._on_register, self._on_wrong_key = on_register, on_wrong_key
         self._listeners.append(listener)
-        self._on_wrong_key = on_wrong_key or self._on_wrong_key
         self._selector.register(listener, selectors.EVENT_READ, self._on_call)
 
     def read(self, channel: Channel, handle: Callable[[], None]) -> None:
         """Call `handle` from now on whenever the channel is readable."""
-        self._selector.modify(channel, selectors.EVENT_READ, lambda _: handle())
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(channel)
+        self._selector.register(channel, selectors.EVENT_READ, lambda _: handle())
 
     def take(self, timeout_s: float) -> bool:
         """Wait for readable connections and handle them; return whether there were any.
@@ -110,9 +114,7 @@ class Calls:
         for key in list(self._selector.get_map().values()):
             if isinstance(key.fileobj, Channel | socket.socket):
                 key.fileobj.close()
-        self._selector.close()
-        for listener in self._listeners:
-            listener.forget()
+        self.stop()
 
     def _on_call(self, source: object) -> None:
         """Accept a connection."""
@@ -128,7 +130,7 @@ class Calls:
             channel = listener.prove(source)
         except PermissionError as error:
             self._selector.unregister(descriptor)
-            if self._on_wrong_key is not None and isinstance(error, WrongKeyError):
+            if isinstance(error, WrongKeyError):
                 self._on_wrong_key()
             return
         except BaseException:  # Ctrl-C in between: the proof cannot go on, the caller hears of it
@@ -142,41 +144,51 @@ class Calls:
     def _on_first_message(self, source: object) -> None:
         """Take the message that says who has connected."""
         assert isinstance(source, Channel)
-        messages = source.drain()
-        if messages and isinstance(messages[0], Register):
-            self._on_register(source, messages[0], messages[1:])
-        elif messages or source.is_closed:
+        frames = source.drain_frames()
+        with contextlib.suppress(ValueError):
+            if frames and isinstance(register := decode(frames[0].content), Register):
+                self._on_register(source, register, frames[1:])
+                return
+        if frames or source.is_closed:
             self.drop(source)
 
 
-OF_NODE = -1  # in place of a rank
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A process that is reached by the connection of its node: an agent or a rank."""
+
+    node: Channel
+    place: Place = OWN
+
+    def send(self, message: Message, descriptors: Sequence[int] = ()) -> None:
+        """Send a message."""
+        self.node.send(message, descriptors, self.place)
 
 
-class ForkServers:
-    """Connections of fork servers, by node and rank; that of a whole node has rank `OF_NODE`."""
+class Agents:
+    """Agents that are ready, by node."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[int, int], Channel] = {}
+        self._channels: dict[int, Channel] = {}
         self._pids: dict[Channel, int] = {}
 
-    def add(self, register: Register, channel: Channel) -> None:
-        """Add the connection of a fork server that has registered."""
-        if not register.world_size:
-            self._channels[register.node_rank, register.rank] = channel
-        if register.node_rank == 0:
-            self._pids[channel] = register.pid
+    def add(self, node_rank: int, channel: Channel, pid: int) -> None:
+        """Add an agent that is ready."""
+        self._channels[node_rank] = channel
+        if node_rank == 0:
+            self._pids[channel] = pid
 
-    def has(self, node_rank: int, rank: int = OF_NODE) -> bool:
-        """Return whether a fork server is connected."""
-        channel = self._channels.get((node_rank, rank))
+    def has(self, node_rank: int) -> bool:
+        """Return whether the agent of a node is ready."""
+        channel = self._channels.get(node_rank)
         return channel is not None and not channel.is_closed
 
     def find(self, node_rank: int) -> Channel | None:
-        """Return the connection of a node's fork server, None if it is gone."""
-        return self._channels[node_rank, OF_NODE] if self.has(node_rank) else None
+        """Return the connection of a node's agent, None if it is gone."""
+        return self._channels[node_rank] if self.has(node_rank) else None
 
     def of_node(self, node_rank: int) -> Channel:
-        """Return the connection of a node's fork server.
+        """Return the connection of a node's agent.
 
         Raises:
             LaunchError: It is gone.
@@ -189,21 +201,15 @@ class ForkServers:
         return channel
 
     def kill(self, channel: Channel) -> None:
-        """Kill a fork server of this host that does not answer; its ranks die with it."""
+        """Kill an agent of this host that does not answer; its ranks die with it."""
         if channel in self._pids:
             send_signal([self._pids[channel]], signal.SIGKILL)
 
     def lose(self, channel: Channel) -> None:
-        """Remove the fork server of a closed connection."""
+        """Remove the agent of a closed connection."""
         self._pids.pop(channel, None)
-        for place in [k for k, c in self._channels.items() if c is channel]:
-            del self._channels[place]
-
-    def close(self) -> None:
-        """Close the connection to every fork server."""
-        for channel in self._channels.values():
-            channel.close()
-        self._channels.clear()
+        for node_rank in [n for n, c in self._channels.items() if c is channel]:
+            del self._channels[node_rank]
 
 
 _USAGE_ERROR = 4  # exit code of pytest
@@ -256,9 +262,9 @@ class Followers:
 
     def broadcast(self, message: Message) -> None:
         """Send a message to every session; those that are gone are skipped."""
-        frame = encode(message)
+        frame = Frame(OWN, encode(message))
         for channel in self._channels.values():
-            channel.send_frame(frame)
+            channel.send_frames([frame])
 
     def dismiss(self, ended: SessionEnded) -> None:
         """Send the end of the session to all; they wait for the end of this process."""
@@ -275,7 +281,7 @@ _OF_ALL = -1  # in place of a rank
 
 @dataclass(slots=True, kw_only=True)
 class RankCollector:
-    """A fork server of one rank that has collected.
+    """An agent of one rank that has collected.
 
     Attributes:
         number: Number of its start, below 0; numbers of gangs are above 0.
@@ -283,20 +289,20 @@ class RankCollector:
     """
 
     number: int
-    channel: Channel
+    peer: Peer
     is_single: bool
 
 
 class RankCollectors:
     """All rank collectors of one controller; those started together share a number below 0."""
 
-    def __init__(self, fork_servers: ForkServers) -> None:
+    def __init__(self, agents: Agents) -> None:
         """Begin without processes that collect.
 
         Args:
-            fork_servers: Fork servers of nodes, which start collectors.
+            agents: Agents of nodes, which start collectors.
         """
-        self._fork_servers = fork_servers
+        self._agents = agents
         self._collectors: dict[tuple[int, int, int], RankCollector] = {}
         self._configs: dict[int, tuple[tuple[RankConfig, ...], OnCollectorMessage]] = {}
 
@@ -308,9 +314,9 @@ class RankCollectors:
             on_message: Called with their number, the message and its rank (-1 for stacks).
 
         Raises:
-            LaunchError: The fork server of their first node is gone.
+            LaunchError: The agent of their first node is gone.
         """
-        node = self._fork_servers.of_node(configs[0].node_rank)
+        node = self._agents.of_node(configs[0].node_rank)
         number = -self.next_number
         configs = tuple(replace(config, gang=number) for config in configs)
         self._configs[number] = configs, on_message
@@ -350,15 +356,18 @@ class RankCollectors:
         for node in self._nodes(number):
             node.send(Kill(gang=number))
 
-    def take_collected(self, source: Channel, register: Register, collected: Collected) -> None:
+    def take_collected(self, source: Peer, collected: Collected) -> None:
         """Record that a collector has collected."""
-        self._collectors[register.node_rank, register.rank, register.world_size] = RankCollector(
-            number=register.gang, channel=source, is_single=bool(collected.obstacle)
+        number, rank = source.place
+        configs, on_message = self._configs[number]
+        (config,) = [config for config in configs if config.rank == rank]
+        self._collectors[config.node_rank, rank, config.world_size] = RankCollector(
+            number=number, peer=source, is_single=bool(collected.obstacle)
         )
-        self._configs[register.gang][1](register.gang, collected, register.rank)
+        on_message(number, collected, rank)
 
     def take(self, message: Message) -> bool:
-        """Handle a message of a node's fork server about collectors; return whether it is news."""
+        """Handle a message of a node's agent about collectors; return whether it is news."""
         match message:
             case StoreOpened(gang=number, port=port, problem=""):
                 self._fork(number, port)
@@ -373,25 +382,19 @@ class RankCollectors:
                 pass
         return True
 
-    def lose(self, channel: Channel) -> None:
-        """Remove the collector of a closed connection."""
-        for place in [k for k, c in self._collectors.items() if c.channel is channel]:
+    def lose(self, is_lost: Callable[[Peer], bool]) -> None:
+        """Remove collectors that are gone."""
+        for place in [k for k, c in self._collectors.items() if is_lost(c.peer)]:
             del self._collectors[place]
 
-    def close(self) -> None:
-        """Close the connection to every process that collects."""
-        for collector in self._collectors.values():
-            collector.channel.close()
-        self._collectors.clear()
-
     def _fork(self, number: int, port: int) -> None:
-        """Have the fork servers of the nodes start the processes that collect."""
+        """Have the agents of the nodes start the processes that collect."""
         configs = with_store(self._configs[number][0], port)
         for node_rank in {config.node_rank for config in configs}:
-            node = self._fork_servers.find(node_rank)
+            node = self._agents.find(node_rank)
             if node is not None:
                 node.send(Fork(configs=tuple(c for c in configs if c.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
         ranks = {config.node_rank for config in self._configs[number][0]}
-        return [node for rank in ranks if (node := self._fork_servers.find(rank)) is not None]
+        return [node for rank in ranks if (node := self._agents.find(rank)) is not None]

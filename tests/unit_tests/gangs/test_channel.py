@@ -3,27 +3,32 @@ from __future__ import annotations
 import os
 import select
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 
 from pytest_megatron.gangs.ipc.channel import (
+    OWN,
+    BufferedChannel,
     Channel,
+    Frame,
     Listener,
     WrongKeyError,
     connect,
-    listen_locally,
     listen_on,
 )
 from pytest_megatron.gangs.ipc.messages import Broken, Close, Closed, Message, Register, encode
 
 DEADLINE_S = 60.0
-REGISTER = Register(role="rank", gang=1, rank=0, node_rank=0, pid=1)
+REGISTER = Register(role="node", node_rank=1)
 KEY = b"k" * 32
+
+
+def head(frame: bytes, num_descriptors: int = 0) -> bytes:
+    return struct.pack("!IiiB", len(frame), *OWN, num_descriptors)
 
 
 def pair() -> tuple[Channel, Channel]:
@@ -69,21 +74,18 @@ def call(address: str, key: bytes, keep: list[Channel], errors: list[OSError]) -
     return caller
 
 
-def listen_on_tcp() -> Listener:
+def listen() -> Listener:
     return listen_on("127.0.0.1", 0, KEY)
 
 
-@pytest.mark.parametrize("listen", [listen_locally, listen_on_tcp], ids=["unix", "tcp"])
-def test_a_caller_with_the_key_gets_through_past_a_silent_one(
-    listen: Callable[[], Listener],
-) -> None:
+def call_silently(listener: Listener) -> socket.socket:
+    host, _, port = listener.address.rpartition(":")
+    return socket.create_connection((host, int(port)))
+
+
+def test_a_caller_with_the_key_gets_through_past_a_silent_one() -> None:
     with closing(listen()) as listener:
-        scheme, _, rest = listener.address.partition(":")
-        if scheme == "unix":
-            silent = socket.socket(socket.AF_UNIX)
-            silent.connect(rest)
-        else:
-            silent = socket.create_connection(("127.0.0.1", int(rest.rpartition(":")[2])))
+        silent = call_silently(listener)
         called: list[Channel] = []
         caller = call(listener.address, listener.key, called, [])
         with closing(take_in(listener)) as channel:
@@ -96,7 +98,7 @@ def test_a_caller_with_the_key_gets_through_past_a_silent_one(
 
 
 def test_a_caller_without_the_key_is_refused_and_told_nothing() -> None:
-    with closing(listen_locally()) as listener:
+    with closing(listen()) as listener:
         errors: list[OSError] = []
         caller = call(listener.address, b"another key", [], errors)
         with pytest.raises(WrongKeyError, match="does not know the key"):
@@ -109,7 +111,7 @@ def test_a_caller_without_the_key_is_refused_and_told_nothing() -> None:
 def test_a_controller_without_the_key_is_refused() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as impostor:
         errors: list[OSError] = []
-        caller = call(f"tcp:127.0.0.1:{impostor.getsockname()[1]}", KEY, [], errors)
+        caller = call(f"127.0.0.1:{impostor.getsockname()[1]}", KEY, [], errors)
         connection, _ = impostor.accept()
         connection.sendall(b"n" * 32)
         received = b""
@@ -122,27 +124,18 @@ def test_a_controller_without_the_key_is_refused() -> None:
 
 
 def test_a_caller_that_hangs_up_is_no_caller() -> None:
-    with closing(listen_locally()) as listener:
-        with socket.socket(socket.AF_UNIX) as caller:
-            caller.connect(listener.address.partition(":")[2])
+    with closing(listen()) as listener:
+        with call_silently(listener) as caller:
             caller.sendall(b"half a nonce")
         with pytest.raises(PermissionError, match="hung up"):
             take_in(listener)
-
-
-def test_a_local_listener_leaves_nothing_on_disk_and_is_private() -> None:
-    listener = listen_locally()
-    directory = Path(listener.address.partition(":")[2]).parent
-    assert directory.stat().st_mode & 0o777 == 0o700
-    listener.close()
-    assert not directory.exists()
 
 
 def test_frames_come_whole_however_they_are_cut() -> None:
     ours, theirs = socket.socketpair()
     messages: list[Message] = [Broken(problem="x" * 3000), Close(), Closed(problem="")]
     frames = [encode(m) for m in messages]
-    content = b"".join(len(f).to_bytes(4, "big") + b"\0" + f for f in frames)
+    content = b"".join(head(f) + f for f in frames)
     with closing(Channel(ours)) as channel, closing(theirs):
         received = []
         for start in range(0, len(content), 7):
@@ -206,26 +199,43 @@ def test_a_frame_without_its_descriptors_ends_the_connection() -> None:
     ours, theirs = socket.socketpair()
     with closing(Channel(ours)) as channel, closing(theirs):
         frame = encode(Close())
-        theirs.sendall(len(frame).to_bytes(4, "big") + b"\1" + frame)
+        theirs.sendall(head(frame, num_descriptors=1) + frame)
         assert (channel.drain(), channel.is_closed) == ([], True)
 
 
 def test_a_frame_without_an_end_closes_the_connection_before_it_fills_memory() -> None:
     ours, theirs = socket.socketpair()
     with closing(Channel(ours)) as channel, closing(theirs):
-        theirs.sendall(b"\xff\xff\xff\xff\0")
+        theirs.sendall(b"\xff" * 13)
         assert (channel.drain(), channel.is_closed) == ([], True)
 
 
-def test_a_local_caller_waits_for_a_busy_controller(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pytest_megatron.gangs.ipc.channel._HANDSHAKE_S", 0.01)
-    keep: list[Channel] = []
-    errors: list[OSError] = []
-    with closing(listen_locally()) as listener:
-        caller = call(listener.address, listener.key, keep, errors)
-        caller.join(0.3)
-        assert (caller.is_alive(), errors) == (True, [])
-        take_in(listener).close()
-        caller.join(DEADLINE_S)
-    assert (len(keep), errors) == (1, [])
-    keep[0].close()
+def test_a_relay_keeps_what_nobody_reads_and_passes_descriptors_on() -> None:
+    source, relay_in = socket.socketpair()
+    relay_out, target = socket.socketpair()
+    with (
+        closing(Channel(source)) as sender,
+        closing(BufferedChannel(relay_in)) as reader,
+        closing(BufferedChannel(relay_out)) as relay,
+        closing(Channel(target)) as receiver,
+    ):
+        readable, writable = os.pipe()
+        sender.send(Close(), [writable])
+        os.close(writable)
+        relay.send_frames(frame.at((1, 2)) for frame in reader.drain_frames(takes_descriptors=True))
+        large = Frame((3, 4), encode(Broken(problem="x" * 5_000_000)))
+        relay.send_frames([large])
+        relay.flush()
+        assert 0 < relay.num_unsent <= len(large.content)  # nobody was waited for
+        message, (received,) = receiver.receive_with_descriptors()
+        os.write(received, b"hello")
+        assert (message, os.read(readable, 5)) == (Close(), b"hello")
+        os.close(received)
+        os.close(readable)
+        frames: list[Frame] = []
+        while not frames:
+            relay.flush()
+            frames = receiver.drain_frames()
+        assert (frames[0].place, frames[0].content) == (large.place, large.content)
+        reader.close()
+        relay.close()

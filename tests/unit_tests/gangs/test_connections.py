@@ -8,20 +8,22 @@ import threading
 
 import pytest
 
-from pytest_megatron.gangs.ipc.channel import connect, listen_locally
+from pytest_megatron.gangs.ipc.channel import connect, listen_on
+from pytest_megatron.gangs.ipc.messages import Register
 from pytest_megatron.gangs.supervisor.connections import Calls
 
 
 def test_ctrl_c_while_a_caller_proves_itself_leaves_nothing_half_done(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    listener = listen_locally()
-    calls = Calls(listener, lambda *_: None)
+    listener = listen_on("127.0.0.1", 0, b"k" * 32)
+    calls = Calls()
+    calls.listen(listener, lambda *_: None, lambda: None)
     failed: list[BaseException] = []
 
     def call() -> None:
         try:
-            connect(listener.address, listener.key, None)
+            connect(listener.address, listener.key, Register(role="node", node_rank=1))
         except OSError as error:
             failed.append(error)
 

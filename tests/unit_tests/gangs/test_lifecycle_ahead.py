@@ -36,10 +36,11 @@ def ahead_gang(*, num_ahead: int = 1) -> Lifecycle:
 def test_a_gang_goes_on_with_the_test_sent_ahead_once_all_ended_well() -> None:
     gang = ahead_gang()
     assert [gang.handle(rank, clean(), 1.0) for rank in range(SIZE - 1)] == [[]] * (SIZE - 1)
-    assert [gang.is_past(rank) for rank in range(SIZE)] == [True] * (SIZE - 1) + [False]
+    assert [gang.is_early(clean(run)) for run in (1, 2)] == [False, True]
     end = the_end(list(gang.handle(SIZE - 1, clean(), 4.0)))
     assert (end.run, end.reason, end.is_kept, end.duration_s) == (1, Reason.DONE, True, 4.0)
     assert (gang.state, gang.queue.number, gang.queue.numbers) == (GangState.RUNNING, 2, [2])
+    assert not gang.is_early(clean(2))
     assert gang.deadline == 4.0 + LIMIT_S / 2
     assert gang.room_ahead == MOST_AHEAD
     end = the_end([a for r in range(SIZE) for a in gang.handle(r, clean(2), 5.0)])
@@ -107,29 +108,18 @@ def test_nothing_is_sent_ahead_of_a_test_in_trouble() -> None:
 
 def test_a_death_in_a_test_sent_ahead_waits_for_what_others_say_of_those_before() -> None:
     gang = ahead_gang(num_ahead=3)
-    for run in (1, 2):
-        gang.handle(0, clean(run), 1.0)
-    gang.lose(0)
-    assert [gang.handle(rank, clean(), 1.0) for rank in range(1, SIZE)] == [[]] * (SIZE - 1)
-    ended = the_end(list(gang.handle(0, died(0, run=3), 1.0)))
-    assert (ended.run, ended.reason, gang.queue.numbers) == (1, Reason.DONE, [2, 3, 4])
+    assert [gang.is_early(died(0, run=run)) for run in (1, 3)] == [False, True]
+    assert not gang.is_early(Broken(problem="pytest itself failed"))
+    gang.kill()
+    assert not gang.is_early(died(0, run=3))
 
 
-def test_a_rank_that_was_lost_keeps_a_test_from_ending_well_until_its_death_is_told() -> None:
+def test_a_rank_that_ended_a_test_and_died_before_the_others_did_fails_it() -> None:
     gang = busy_gang()
     gang.handle(3, done(), 1.0)
-    gang.lose(3)
-    assert end_all_but(gang, 3) == []
-    end = the_end(list(gang.handle(3, died(3), 2.0)))
+    gang.handle(3, died(3), 2.0)
+    end = the_end(end_all_but(gang, 3))
     assert (end.reason, end.ranks[3].exit_code, end.ranks[3].done) == (Reason.DIED, -9, None)
-
-
-def test_a_rank_that_was_lost_and_lives_fails_the_test() -> None:
-    gang = busy_gang()
-    gang.lose(3)
-    end_all_but(gang)
-    end = the_end(list(gang.handle(3, Broken(problem="hung up"), 2.0)))
-    assert (end.reason, end.ranks[3].problem) == (Reason.FAILED, "hung up")
 
 
 def test_a_rank_that_died_after_its_test_has_the_next_one_run_elsewhere() -> None:

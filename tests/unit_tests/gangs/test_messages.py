@@ -19,6 +19,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Died,
     Done,
     Fork,
+    Hello,
     Interrupt,
     Joined,
     Kill,
@@ -53,7 +54,8 @@ CONFIG = RankConfig(
     coverage_file=".coverage",
 )
 MESSAGES: tuple[Message, ...] = (
-    Register(role="fork_server", gang=0, rank=-1, node_rank=2, pid=7),
+    Register(role="agent", node_rank=2),
+    Hello(pid=7),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),

@@ -79,8 +79,8 @@ PROCESS = f"""
             kinds["memfd"] += "memfd:" in target
             if "/ranks/" in target:
                 assert f"/{{rank}}/" in target
-        # The connection to the controller, the pipes shared with its fork server, and those of a
-        # fork server of one rank with another one.
+        # The connection to its agent, the pipes shared with it, and those of the agent of one rank
+        # with that of its node.
         assert kinds["socket"] == 1
         assert (kinds["memfd"], kinds["pipe"]) in ((1, 1), (2, 2)), kinds
 

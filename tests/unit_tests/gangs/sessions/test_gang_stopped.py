@@ -85,7 +85,7 @@ def test_the_debugger_without_standard_input_sees_its_end(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("how", ["forked", "collects"])
-def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how: str) -> None:
+def test_a_stopped_agent_ends_with_a_killed_controller(tmp_path: Path, how: str) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_waits="""
             import os
@@ -113,7 +113,7 @@ def test_a_stopped_fork_server_ends_with_a_killed_controller(tmp_path: Path, how
     assert not list(temp.glob("ptm-*"))
 
 
-def test_a_test_that_stops_the_fork_server_is_named_and_the_server_goes_on(tmp_path: Path) -> None:
+def test_a_test_that_stops_the_agent_is_named_and_the_agent_goes_on(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_stops="""
             import os
@@ -199,7 +199,7 @@ def test_a_controller_that_is_killed_while_torch_is_loaded_leaves_no_socket(
 
 
 @pytest.mark.everyday
-def test_a_test_that_kills_the_fork_server_fails_and_no_other(tmp_path: Path) -> None:
+def test_a_test_that_kills_the_agent_fails_and_no_other(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False).write(
         test_kills="""
             import os

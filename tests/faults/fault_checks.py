@@ -100,8 +100,6 @@ def _check_session(
         yield f"exit code {seen.exit_code}, expected {wanted}"
     if seen.left:
         yield f"processes are left: {'; '.join(seen.left)}"
-    if seen.sockets:
-        yield f"sockets are left: {seen.sockets}"
     for word in ("INTERNALERROR", "PytestUnraisable", "Exception ignored"):
         if word in seen.output:
             yield f"{word} in the output"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -112,7 +111,6 @@ class Seen:
     junit: dict[str, list[tuple[str, str, str]]]  # test -> kind, message and text of each element
     events: list[dict[str, str | float]]
     left: list[str]  # processes: number, name, state, parent, group, session
-    sockets: list[str]
     end_s: float  # from the last thing that was done to it from outside to its end
     duration_s: float
 
@@ -250,50 +248,45 @@ def start_process(
 def run_session(session: Session, limits: Limits, temp: Path, start: Start = start_process) -> Seen:
     """Run a session to its end, whatever it does, and look at what it left."""
     directory = Path(tempfile.mkdtemp(prefix="session-", dir=temp))
-    sockets = Path(tempfile.mkdtemp(prefix="ptmf-", dir="/tmp"))
     write_guest(directory, session, limits)
     case = session.lone_case
     driver = case.driver if case is not None else ""
     tag = uuid.uuid4().hex
-    try:
-        with _disk(directory / "disk", is_small=driver == "full_disk") as disk:
-            arguments = [
-                *("-p", "megatron", "-p", "fault_guest"),
-                *("--ranks", str(session.world_size), "--device", session.device),
-                *("--ranks-per-gpu", str(session.ranks_per_gpu)),
-                *("-o", f"megatron_rank_grace={limits.grace_s}", "--rank-timeout", "120", "-rA"),
-                *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
-                *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),
-                *session.options,
-            ]
-            started = time.monotonic()
-            with (directory / "output.txt").open("wb") as output:
-                env = _env(session, directory, sockets, tag)
-                process = start(arguments, directory, env, output)
-                acted = _drive(session, process, directory, limits)
-                try:
-                    exit_code: int | None = process.wait(limits.session_s)
-                except subprocess.TimeoutExpired:
-                    exit_code = None
-            ended = time.monotonic()
-            left = _wait_for_end(tag, directory, GONE_S if driver in KILLS else 1.0)
-            _kill(tag, directory)
-            process.wait(GONE_S)
-        return Seen(
-            exit_code=exit_code,
-            output=(directory / "output.txt").read_text(errors="replace"),
-            junit=read_junit(directory / "junit.xml"),
-            events=_read_events(directory),
-            left=left,
-            sockets=sorted(path.name for path in sockets.glob("ptm-*")),
-            end_s=ended - (started if acted is None else acted),
-            duration_s=ended - started,
-        )
-    finally:
-        shutil.rmtree(sockets, ignore_errors=True)
+    with _disk(directory / "disk", is_small=driver == "full_disk") as disk:
+        arguments = [
+            *("-p", "megatron", "-p", "fault_guest"),
+            *("--ranks", str(session.world_size), "--device", session.device),
+            *("--ranks-per-gpu", str(session.ranks_per_gpu)),
+            *("-o", f"megatron_rank_grace={limits.grace_s}", "--rank-timeout", "120", "-rA"),
+            *("--run-dir", str(disk / "run"), "--basetemp", str(directory / "temp")),
+            *("--junitxml", str(directory / "junit.xml"), "-p", "no:cacheprovider"),
+            *session.options,
+        ]
+        started = time.monotonic()
+        with (directory / "output.txt").open("wb") as output:
+            env = _env(session, directory, tag)
+            process = start(arguments, directory, env, output)
+            acted = _drive(session, process, directory, limits)
+            try:
+                exit_code: int | None = process.wait(limits.session_s)
+            except subprocess.TimeoutExpired:
+                exit_code = None
+        ended = time.monotonic()
+        left = _wait_for_end(tag, directory, GONE_S if driver in KILLS else 1.0)
+        _kill(tag, directory)
+        process.wait(GONE_S)
+    return Seen(
+        exit_code=exit_code,
+        output=(directory / "output.txt").read_text(errors="replace"),
+        junit=read_junit(directory / "junit.xml"),
+        events=_read_events(directory),
+        left=left,
+        end_s=ended - (started if acted is None else acted),
+        duration_s=ended - started,
+    )
 
 
-def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str, str]:
+def _env(session: Session, directory: Path, tag: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
     path = [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
     small = SMALL_CONTEXTS if session.ranks_per_gpu > 1 else {}
@@ -305,7 +298,6 @@ def _env(session: Session, directory: Path, sockets: Path, tag: str) -> dict[str
         "FAULT_AT_END": session.fault_at_end,
         "PYTHONPATH": os.pathsep.join(path),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "TMPDIR": str(sockets),
         "COLUMNS": "300",
         "NCCL_NVLS_ENABLE": "0",
         "OMP_NUM_THREADS": "1",

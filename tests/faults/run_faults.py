@@ -4,7 +4,7 @@
 
 A case is right if the guilty test is reported with its rank, at the latest a grace (or the time
 limit of a pure hang) after the fault; if all other tests ran to their true outcome; if exit code
-and JUnit XML say the same; and if no process and no socket is left. Faults that leave the session
+and JUnit XML say the same; and if no process is left. Faults that leave the session
 alive share one session for each world size and position, each in a file of its own; those that end
 it, and with `--single` all, have sessions of their own. Prints a line for each, and exits with 1 if
 any is wrong. Needs nothing but the package, torch and pytest.

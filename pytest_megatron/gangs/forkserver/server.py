@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import OWN, BufferedChannel, Frame, Place
 from pytest_megatron.gangs.ipc.messages import (
@@ -30,16 +29,14 @@ from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     Broken,
     Died,
-    Fork,
     Hello,
     Interrupt,
     Kill,
     Killed,
     Message,
-    OpenStore,
     RankConfig,
     Stacks,
-    StoreOpened,
+    Start,
     decode,
 )
 from pytest_megatron.gangs.rank.lockstep import NOTE_BYTES, Lockstep, RankPipes, read_note
@@ -146,7 +143,6 @@ class Agent:
         self._routes: dict[Place, _Child] = {}  # to ranks of agents below this one
         self._num_relayed = 0  # frames of ranks since the last one of the controller
         self._dying: dict[int, float] = {}
-        self._stores: dict[int, int] = {}
         self._own: list[int] = []
         self._stack_requests: list[_StackRequest] = []
 
@@ -259,10 +255,11 @@ class Agent:
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         """Do what a message of the controller asks for."""
         match message:
-            case Fork(configs=configs):
-                self._start_gang(configs, descriptors)
-            case OpenStore(gang=gang, host=host):
-                self._channel.send(self._open_store(gang, host))
+            case Start(gang=gang, configs=configs, has_store=has_store):
+                if has_store:
+                    listening = socket.socket(fileno=os.dup(descriptors[0]))
+                    self._keeper.open_store(gang, listening)
+                self._start_gang(configs, descriptors[has_store:])
             case Kill(gang=gang):
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
@@ -278,7 +275,7 @@ class Agent:
 
     def _start_gang(self, configs: Sequence[RankConfig], descriptors: Sequence[int]) -> None:
         """Start ranks of a gang."""
-        is_whole = len(configs) == configs[0].world_size
+        is_whole = len(configs) == (configs[0].world_size if configs else None)
         lockstep = Lockstep(len(configs)) if is_whole else None
         for config in configs:
             self._start(config, descriptors, lockstep)
@@ -371,14 +368,6 @@ class Agent:
             and process.pid != self._keeper.pid
         )
 
-    def _open_store(self, gang: int, host: str) -> StoreOpened:
-        """Open the store of a gang; return its port, or why there is none."""
-        try:
-            self._stores[gang] = self._keeper.open_store(host)
-        except LaunchError as error:
-            return StoreOpened(gang=gang, port=0, problem=str(error))
-        return StoreOpened(gang=gang, port=self._stores[gang])
-
     def _finish_dying(self) -> None:
         """Report gangs of which nothing is left, and kill again what is."""
         for gang, until in list(self._dying.items()):
@@ -388,8 +377,7 @@ class Agent:
                 continue
             del self._dying[gang]
             self._children = {p: c for p, c in self._children.items() if c.config.gang != gang}
-            if gang in self._stores:
-                self._keeper.close_store(self._stores.pop(gang))
+            self._keeper.close_store(gang)
             self._channel.send(Killed(gang=gang))
 
     def _ask_stacks(self, gang: int, ranks: Sequence[int]) -> None:

@@ -23,7 +23,7 @@ from pytest_megatron.process.tree import close_descriptors, fork_child
 LOCAL_HOST = "127.0.0.1"
 LOCAL_HOST_IPV6 = "::1"
 _LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
-_PORT = struct.Struct("!H")
+_GANG = struct.Struct("!i")
 _REACH_S = 5.0  # for a busy host to connect to itself
 _BACKLOG = 2048  # ranks that connect at once
 
@@ -48,7 +48,7 @@ def local_host() -> str:
 def _is_reachable(host: str) -> bool:
     """Return whether this host can connect to an address of its own."""
     try:
-        with _listen(host) as listening, socket.socket(listening.family) as caller:
+        with listen(host) as listening, socket.socket(listening.family) as caller:
             caller.settimeout(_REACH_S)
             caller.connect(listening.getsockname())
     except OSError:
@@ -65,49 +65,23 @@ class StoreKeeper:
     """
 
     pid: int | None = None
-    _ahead: tuple[str, int] | None = None
     _connection: socket.socket | None = None
     _listening: dict[int, socket.socket] = field(default_factory=dict)
 
-    def open_store(self, host: str) -> int:
-        """Return the port of a new store, which listens from now on.
-
-        Args:
-            host: Address that its clients use; unless a loopback one, it listens on all interfaces.
-
-        Raises:
-            LaunchError: No port is available.
-        """
-        if self._ahead is not None and self._ahead[0] == host:
-            (_, port), self._ahead = self._ahead, None
-            return port
+    def open_store(self, gang: int, listening: socket.socket) -> None:
+        """Serve the store of a gang on a socket that listens."""
+        self._listening[gang] = listening
         try:
-            listening = _listen(host)
-        except OSError as error:
-            raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
-        port = int(listening.getsockname()[1])
-        self._listening[port] = listening
-        try:
-            self._send(port, [listening.fileno()])
+            self._send(gang, [listening.fileno()])
         except OSError:  # it was killed, which was not noticed yet
             self._replace()
-        return port
 
-    def open_ahead(self, host: str) -> int:
-        """Return the port of the store that the next `open_store` for this host returns.
-
-        Raises:
-            LaunchError: No port is available.
-        """
-        port = self.open_store(host)
-        self._ahead = host, port
-        return port
-
-    def close_store(self, port: int) -> None:
-        """Close the store of a gang that is gone."""
-        self._listening.pop(port).close()
-        with contextlib.suppress(OSError):
-            self._send(port, [])
+    def close_store(self, gang: int) -> None:
+        """Close the store of a gang that is gone, if it has one."""
+        if gang in self._listening:
+            self._listening.pop(gang).close()
+            with contextlib.suppress(OSError):
+                self._send(gang, [])
 
     def replace_if_ended(self, pid: int) -> None:
         """Replace the process of stores if it ended; ports stay, keys of stores are lost.
@@ -118,18 +92,18 @@ class StoreKeeper:
             self._replace()
 
     def _replace(self) -> None:
-        """Start the process of stores anew, with all ports that listen."""
+        """Start the process of stores anew, with all sockets that listen."""
         if self._connection is not None:
             self._connection.close()
         self.pid = self._connection = None
-        for port, listening in self._listening.items():
-            self._send(port, [listening.fileno()])
+        for gang, listening in self._listening.items():
+            self._send(gang, [listening.fileno()])
 
-    def _send(self, port: int, descriptors: list[int]) -> None:
+    def _send(self, gang: int, descriptors: list[int]) -> None:
         """Hand a listening socket over to the process of stores."""
         if self._connection is None:
             self._connection = self._fork()
-        socket.send_fds(self._connection, [_PORT.pack(port)], descriptors)
+        socket.send_fds(self._connection, [_GANG.pack(gang)], descriptors)
 
     def forget(self) -> None:
         """Close the copies of a forked child."""
@@ -154,37 +128,38 @@ class StoreKeeper:
 def keep_stores(requests: socket.socket) -> None:
     """Serve a store on every listening socket that arrives through `requests`, until that closes.
 
-    A port without a socket closes its store. A store is created when the first rank connects, so
-    that tests without torch never load it.
+    A number of a gang without a socket closes its store. A store is created when the first rank
+    connects, so that tests without torch never load it.
     """
-    waiting: dict[int, int] = {}  # descriptor -> port
+    waiting: dict[int, int] = {}  # descriptor -> gang
     stores: dict[int, object] = {}
     while True:
         readable, _, _ = select.select([requests.fileno(), *waiting], [], [])
         for descriptor in [d for d in waiting if d in readable]:
-            port = waiting.pop(descriptor)
-            stores[port] = _serve_store(descriptor, port)
+            stores[waiting.pop(descriptor)] = _serve_store(descriptor)
         if requests.fileno() not in readable:
             continue
-        content, descriptors, _, _ = socket.recv_fds(requests, _PORT.size, 1)
+        content, descriptors, _, _ = socket.recv_fds(requests, _GANG.size, 1)
         if not content:
             return
-        (port,) = _PORT.unpack(content)
-        waiting |= dict.fromkeys(descriptors, port)
+        (gang,) = _GANG.unpack(content)
+        waiting |= dict.fromkeys(descriptors, gang)
         if not descriptors:
-            stores.pop(port, None)
-            for descriptor in [d for d, p in waiting.items() if p == port]:
+            stores.pop(gang, None)
+            for descriptor in [d for d, number in waiting.items() if number == gang]:
                 del waiting[descriptor]
                 os.close(descriptor)
 
 
-def _serve_store(descriptor: int, port: int) -> object:
+def _serve_store(descriptor: int) -> object:
     """Serve a store on a socket that listens already."""
     import torch
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     # Before, libuv takes no socket that listens already.
     # Source: https://github.com/pytorch/pytorch/pull/150215
+    with socket.socket(fileno=os.dup(descriptor)) as listening:
+        port = listening.getsockname()[1]
     has_libuv = torch.torch_version.TorchVersion("2.8") <= torch.__version__
     try:
         return TCPStore(
@@ -201,11 +176,12 @@ def _serve_store(descriptor: int, port: int) -> object:
         return None
 
 
-def _listen(host: str) -> socket.socket:
-    """Return a socket that listens on a free port.
+def listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port, for clients of an address of this host.
 
-    On one host with IPv4 it is an IPv4 one: torch looks up the names of clients, and an address
-    such as `::ffff:127.0.0.1`, which is in no hosts file, costs seconds without a name server.
+    Unless it is a loopback one, the socket listens on all interfaces. On one host with IPv4 it is
+    an IPv4 one: torch looks up the names of clients, and an address such as `::ffff:127.0.0.1`,
+    which is in no hosts file, costs seconds without a name server.
     """
     if host in _LOCAL_HOSTS:
         listening = socket.socket(socket.AF_INET6 if host == LOCAL_HOST_IPV6 else socket.AF_INET)
@@ -216,6 +192,23 @@ def _listen(host: str) -> socket.socket:
     return listening
 
 
-def with_store(configs: Sequence[RankConfig], port: int) -> tuple[RankConfig, ...]:
-    """Return the configurations with the port of the store."""
-    return tuple(replace(c, env={**c.env, "MASTER_PORT": str(port)}) for c in configs)
+def with_store(
+    configs: Sequence[RankConfig], ahead: socket.socket | None = None
+) -> tuple[socket.socket, tuple[RankConfig, ...]]:
+    """Return the listening socket of a new store, and configurations with its port.
+
+    Args:
+        configs: Configurations of its ranks.
+        ahead: A socket to use if it is open and fits.
+
+    Raises:
+        LaunchError: No port is available.
+    """
+    host = configs[0].env["MASTER_ADDR"]
+    try:
+        is_fit = ahead is not None and ahead.fileno() >= 0 and ahead.getsockname()[0] == host
+        listening = ahead if ahead is not None and is_fit else listen(host)
+    except OSError as error:
+        raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
+    port = {"MASTER_PORT": str(listening.getsockname()[1])}
+    return listening, tuple(replace(config, env={**config.env, **port}) for config in configs)

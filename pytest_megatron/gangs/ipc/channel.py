@@ -238,7 +238,7 @@ class BufferedChannel(Channel):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        connection.setblocking(False)  # `send_fds` and `recv_fds` ignore MSG_DONTWAIT
+        connection.settimeout(0.0)  # `send_fds` and `recv_fds` ignore MSG_DONTWAIT
         self._unsent = bytearray()
         self._unsent_descriptors: list[int] = []
 

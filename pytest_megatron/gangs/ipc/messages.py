@@ -341,10 +341,16 @@ class RankConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fork:
-    """Start ranks. File descriptors of GPU locks may be attached."""
+class Start:
+    """Start ranks of a gang. Descriptors for them to keep open may be attached: GPU locks.
 
+    Attributes:
+        has_store: Whether the first descriptor is the socket of the gang's store, which listens.
+    """
+
+    gang: int
     configs: tuple[RankConfig, ...]
+    has_store: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -379,31 +385,6 @@ class Died:
     exit_code: int
     phase: str = ""
     run: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenStore:
-    """Open a key-value store for the rendezvous of a gang.
-
-    Attributes:
-        host: Address by which ranks connect to it.
-    """
-
-    gang: int
-    host: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOpened:
-    """A store listens.
-
-    Attributes:
-        problem: Reason why it could not be opened, or "".
-    """
-
-    gang: int
-    port: int
-    problem: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -468,11 +449,9 @@ Message: TypeAlias = (
     | Close
     | DebuggerAnswer
     | DebuggerLine
-    | Fork
+    | Start
     | Adopt
     | Died
-    | OpenStore
-    | StoreOpened
     | Kill
     | Killed
     | Interrupt
@@ -526,8 +505,8 @@ def decode(frame: bytes) -> Message:
     """
     try:
         name, values = json.loads(frame)
-        if name == Fork.__name__:
-            return Fork(configs=tuple(RankConfig(**config[1]) for config in values["configs"]))
+        if name == Start.__name__:
+            values["configs"] = [RankConfig(**config[1]) for config in values["configs"]]
         make = cast("_Make", _TYPES[name])
         return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:

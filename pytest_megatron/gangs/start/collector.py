@@ -33,7 +33,7 @@ from pytest_megatron.gangs.controller.other_plugins import decode
 from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
-from pytest_megatron.gangs.ipc.messages import Collected, Fork, RankConfig
+from pytest_megatron.gangs.ipc.messages import Collected, RankConfig, Start
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs
@@ -376,7 +376,7 @@ class CollectingPlugin:
     def _become_rank(self, run: Callable[[RankConfig, RankPipes], NoReturn]) -> NoReturn:
         """Wait for the configuration of a rank, and run it in this process."""
         message = self._channel.receive()  # descriptors of locks that came along stay open
-        if not isinstance(message, Fork):
+        if not isinstance(message, Start):
             os._exit(0)
         self._channel.leave()
         run(message.configs[0], self._pipes)

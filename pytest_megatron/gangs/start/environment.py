@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import socket
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ class StartEnvironment:
         reader: Where the source reads the rank while it is collected, as found before; "" if not.
         is_collecting: Whether ranks begin to collect beside the controller, with the session.
         lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
+        store: Socket of a store whose port such ranks know.
     """
 
     env: Mapping[str, str]
@@ -221,6 +223,7 @@ class StartEnvironment:
     reader: str = ""
     is_collecting: bool = False
     lease: Lease | None = None
+    store: socket.socket | None = None
 
     def stop_preloaded(self) -> None:
         """End the process that imported ahead, unless it was taken."""

@@ -20,9 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import BinaryIO, NoReturn
 
-from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.server import Agent, StartRank, fork_rank
-from pytest_megatron.gangs.forkserver.store import StoreKeeper, with_store
+from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
 from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig
 from pytest_megatron.gangs.rank.lockstep import RankPipes
@@ -301,8 +300,7 @@ def _serve(connection: socket.socket) -> None:
         if "configs" not in content:
             break
         rank_configs = [RankConfig(**config) for config in content["configs"]]
-        with contextlib.suppress(LaunchError):  # they are forked later
-            ahead = LoadingRanks(info, rank_configs, keeper)
+        ahead = LoadingRanks(info, rank_configs)
     close_stdin()
     parent_pipe = None
     if info.node_rank:  # the controller is elsewhere
@@ -321,18 +319,11 @@ class LoadingRanks:
     They go on as collectors if the session starts ranks of the same environment.
     """
 
-    def __init__(
-        self, info: SessionInfo, rank_configs: Sequence[RankConfig], keeper: StoreKeeper
-    ) -> None:
-        """Fork a process for each rank, which loads plugins and conftest files.
-
-        Raises:
-            LaunchError: There is no port for their store.
-        """
+    def __init__(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
+        """Fork a process for each rank, which loads plugins and conftest files."""
         self._ranks: dict[int, tuple[int, Channel]] = {}
         self._info = info
-        port = keeper.open_ahead(rank_configs[0].env["MASTER_ADDR"])
-        self._configs = {config.rank: config for config in with_store(rank_configs, port)}
+        self._configs = {config.rank: config for config in rank_configs}
         for config in self._configs.values():
             self._fork(config)
 

@@ -29,8 +29,9 @@ from pytest_megatron.gangs.controller.other_plugins import (
 )
 from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
+from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import Channel
-from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks, StoreOpened
+from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of, room_on_gpus
@@ -177,12 +178,15 @@ def load_ahead(config: pytest.Config) -> None:
                 return
         writer = RankConfigs(config, run, nodes, {})
         rank_configs = writer.write(0, spec, start_env.lease, is_ahead=True)
+        store, rank_configs = with_store(rank_configs)
+        start_env.store = store
     except LaunchError:  # reported when ranks are started
         return
 
     def end() -> None:
         """Stop processes that loaded ahead, if no run used them."""
         start_env.stop_preloaded()
+        store.close()
         if not is_run_dir_open(config):
             writer.remove_ahead()
 
@@ -259,6 +263,7 @@ class PerRank:
         self._config = config
         self._supervisor = supervisor
         self._start_env: StartEnvironment = config.stash[KEY]
+        supervisor.collectors.store_ahead = self._start_env.store
         self._worlds: dict[int, _World] = {}
         self._reported: set[tuple[str, str]] = set()
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
@@ -434,8 +439,6 @@ class PerRank:
         match word:
             case Stacks():
                 self._give_up(world, number, word)
-            case StoreOpened(problem=problem):
-                world.lost[rank] = problem
             case _ if collector is None or collector.number != number:
                 pass  # of a collector that was replaced
             case Collected():

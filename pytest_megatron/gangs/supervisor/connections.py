@@ -30,16 +30,14 @@ from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     Collected,
     Died,
-    Fork,
     Joined,
     Kill,
     Message,
-    OpenStore,
     RankConfig,
     Register,
     SessionEnded,
     Stacks,
-    StoreOpened,
+    Start,
     Welcome,
     decode,
     encode,
@@ -274,7 +272,7 @@ class Followers:
         self._channels.clear()
 
 
-CollectorMessage: TypeAlias = Collected | Died | Stacks | StoreOpened
+CollectorMessage: TypeAlias = Collected | Died | Stacks
 OnCollectorMessage: TypeAlias = Callable[[int, CollectorMessage, int], None]
 _OF_ALL = -1  # in place of a rank
 
@@ -294,7 +292,13 @@ class RankCollector:
 
 
 class RankCollectors:
-    """All rank collectors of one controller; those started together share a number below 0."""
+    """All rank collectors of one controller; those started together share a number below 0.
+
+    Attributes:
+        store_ahead: Socket of a store whose port some ranks know already, or None.
+    """
+
+    store_ahead: socket.socket | None = None
 
     def __init__(self, agents: Agents) -> None:
         """Begin without processes that collect.
@@ -314,13 +318,23 @@ class RankCollectors:
             on_message: Called with their number, the message and its rank (-1 for stacks).
 
         Raises:
-            LaunchError: The agent of their first node is gone.
+            LaunchError: The agent of their first node is gone, or there is no port for a store.
         """
-        node = self._agents.of_node(configs[0].node_rank)
+        self._agents.of_node(configs[0].node_rank)
         number = -self.next_number
-        configs = tuple(replace(config, gang=number) for config in configs)
+        store, configs = with_store(
+            [replace(config, gang=number) for config in configs], self.store_ahead
+        )
         self._configs[number] = configs, on_message
-        node.send(OpenStore(gang=number, host=configs[0].env["MASTER_ADDR"]))
+        with store:
+            for node_rank in {config.node_rank for config in configs}:
+                if (node := self._agents.find(node_rank)) is not None:
+                    own = tuple(c for c in configs if c.node_rank == node_rank)
+                    has_store = node_rank == 0
+                    node.send(
+                        Start(gang=number, configs=own, has_store=has_store),
+                        [store.fileno()] * has_store,
+                    )
         return number
 
     @property
@@ -366,34 +380,15 @@ class RankCollectors:
         )
         on_message(number, collected, rank)
 
-    def take(self, message: Message) -> bool:
-        """Handle a message of a node's agent about collectors; return whether it is news."""
-        match message:
-            case StoreOpened(gang=number, port=port, problem=""):
-                self._fork(number, port)
-                return False
-            case StoreOpened(gang=number):
-                self._configs[number][1](number, message, 0)
-            case Died(gang=number, rank=rank):
-                self._configs[number][1](number, message, rank)
-            case Stacks(gang=number):
-                self._configs[number][1](number, message, _OF_ALL)
-            case _:
-                pass
-        return True
+    def take(self, message: Died | Stacks) -> None:
+        """Handle a message of a node's agent about collectors."""
+        rank = message.rank if isinstance(message, Died) else _OF_ALL
+        self._configs[message.gang][1](message.gang, message, rank)
 
     def lose(self, is_lost: Callable[[Peer], bool]) -> None:
         """Remove collectors that are gone."""
         for place in [k for k, c in self._collectors.items() if is_lost(c.peer)]:
             del self._collectors[place]
-
-    def _fork(self, number: int, port: int) -> None:
-        """Have the agents of the nodes start the processes that collect."""
-        configs = with_store(self._configs[number][0], port)
-        for node_rank in {config.node_rank for config in configs}:
-            node = self._agents.find(node_rank)
-            if node is not None:
-                node.send(Fork(configs=tuple(c for c in configs if c.node_rank == node_rank)))
 
     def _nodes(self, number: int) -> list[Channel]:
         ranks = {config.node_rank for config in self._configs[number][0]}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
+from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import OWN, Channel, Frame, Listener
 from pytest_megatron.gangs.ipc.messages import (
@@ -20,19 +21,17 @@ from pytest_megatron.gangs.ipc.messages import (
     Close,
     Collected,
     Died,
-    Fork,
     Hello,
     Interrupt,
     Kill,
     Killed,
     Message,
-    OpenStore,
     RankConfig,
     Ready,
     Register,
     Run,
     Stacks,
-    StoreOpened,
+    Start,
     decode,
     encode,
 )
@@ -133,13 +132,23 @@ def choose_agent(
         gang.starters[config.rank] = gang.peer(config.rank)
 
 
-def fork(gang: Gang) -> None:
-    """Send the configurations of a gang's ranks to their agents."""
-    by_agent: dict[Peer, list[RankConfig]] = {}
+def start_ranks(gang: Gang) -> None:
+    """Open the store of a gang, and send the configurations of its ranks to their agents.
+
+    Raises:
+        LaunchError: There is no port for the store.
+    """
+    store, gang.configs = with_store(gang.configs)
+    by_agent: dict[Peer, list[RankConfig]] = {gang.keepers[OF_STORE]: []}
     for config in gang.configs:
         by_agent.setdefault(gang.starters[config.rank], []).append(config)
-    for agent, configs in by_agent.items():
-        agent.send(Fork(configs=tuple(configs)), gang.descriptors)
+    with store:
+        for agent, configs in by_agent.items():
+            has_store = agent == gang.keepers[OF_STORE]
+            agent.send(
+                Start(gang=gang.number, configs=tuple(configs), has_store=has_store),
+                [store.fileno()] * has_store + list(gang.descriptors),
+            )
 
 
 def ask_for_stacks(gang: Gang, ranks: tuple[int, ...]) -> None:
@@ -175,7 +184,8 @@ _LATE_S = 1.0  # longer than a busy host delays a process
 _NO_MESSAGE = "closed its connection to the controller"
 
 OnDebugger: TypeAlias = Callable[[Gang, int, Message], None]
-NodeMessage: TypeAlias = StoreOpened | Died | Stacks | Killed
+NodeMessage: TypeAlias = Died | Stacks | Killed
+OF_STORE = -1  # in place of a rank
 
 
 class Supervisor:
@@ -224,10 +234,13 @@ class Supervisor:
                 choose_agent(gang, config, self.agents, self.collectors)
             else:
                 gang.orphans.append(config)
-        node = gang.keepers[-1] = Peer(self.agents.of_node(gang.configs[0].node_rank))
+        gang.keepers[OF_STORE] = Peer(self.agents.of_node(gang.configs[0].node_rank))
         gang.holders = set(gang.keepers.values())
         if not gang.orphans:
-            node.send(OpenStore(gang=gang.number, host=gang.configs[0].env["MASTER_ADDR"]))
+            try:
+                start_ranks(gang)
+            except LaunchError as error:
+                self._handle(gang, 0, Broken(problem=str(error)))
 
     def assign(self, gang: Gang, run: Run, *, limit_s: float) -> None:
         """Run a test on a gang, as soon as its ranks are ready."""
@@ -410,7 +423,7 @@ class Supervisor:
             case Collected():
                 self._has_news = True
                 self.collectors.take_collected(source, message)
-            case StoreOpened() | Died() | Stacks() | Killed():
+            case Died() | Stacks() | Killed():
                 if self.collectors.has(message.gang):
                     self._on_collectors(source, message)
                 elif (gang := self._gangs.get(message.gang)) is not None:
@@ -420,7 +433,9 @@ class Supervisor:
 
     def _on_collectors(self, source: Peer, message: NodeMessage) -> None:
         """Take a message of a node's agent about rank collectors."""
-        self._has_news = self.collectors.take(message) or self._has_news
+        if not isinstance(message, Killed):
+            self._has_news = True
+            self.collectors.take(message)
         if isinstance(message, Died):
             collector = Peer(source.node, (message.gang, message.rank))
             self._lose_holders(lambda agent: agent == collector)
@@ -428,8 +443,6 @@ class Supervisor:
     def _on_gang(self, gang: Gang, source: Peer, message: NodeMessage) -> None:
         """Take a message of an agent about a gang."""
         match message:
-            case StoreOpened(port=port, problem=problem):
-                self._fork(gang, port, problem)
             case Died(rank=rank):
                 gang.inboxes[rank].append(message)
                 self._deliver(gang)
@@ -448,16 +461,6 @@ class Supervisor:
         gang.holders.discard(agent)
         if not gang.holders:
             self._handle(gang, 0, Killed(gang=gang.number))
-
-    def _fork(self, gang: Gang, port: int, problem: str) -> None:
-        """Have a gang's ranks forked, now that its store has a port."""
-        if gang.lifecycle.state is not GangState.STARTING:
-            return
-        if problem:
-            self._handle(gang, 0, Broken(problem=problem))
-            return
-        gang.configs = with_store(gang.configs, port)
-        fork(gang)
 
     def _deliver(self, gang: Gang) -> None:
         """Handle messages of ranks, those about a test that was sent ahead when it is its turn.

@@ -21,13 +21,13 @@ from pytest_megatron.gangs.ipc.messages import (
     Close,
     Closed,
     Died,
-    Fork,
     Hello,
     Kill,
     Killed,
     Message,
     RankConfig,
     Ready,
+    Start,
     decode,
 )
 from pytest_megatron.gangs.rank.lockstep import RankPipes
@@ -63,7 +63,7 @@ class World:
             log_dir=str(path),
             base_temp=str(path),
         )
-        self.controller.send(Fork(configs=(config, replace(config, rank=1))))
+        self.controller.send(Start(gang=1, configs=(config, replace(config, rank=1))))
 
     def read_until(self, last: Message) -> list[tuple[Place, Message]]:
         """Return what the agent sends, up to a message."""

@@ -8,7 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pytest_megatron.gangs.forkserver.store import LOCAL_HOST, StoreKeeper, _listen, _serve_store
+from pytest_megatron.gangs.forkserver.store import (
+    LOCAL_HOST,
+    StoreKeeper,
+    _serve_store,
+    listen,
+)
 
 
 @pytest.fixture
@@ -18,6 +23,13 @@ def keeper() -> Iterator[StoreKeeper]:
     found.forget()
     assert found.pid is not None
     os.waitpid(found.pid, 0)  # it ends with its connection
+
+
+def open_store(keeper: StoreKeeper, gang: int) -> int:
+    """Open a store; return its port."""
+    listening = listen(LOCAL_HOST)
+    keeper.open_store(gang, listening)
+    return int(listening.getsockname()[1])
 
 
 def listens(port: int) -> bool:
@@ -33,19 +45,19 @@ def wait_for_end(port: int) -> None:
 
 
 def test_a_store_listens_until_its_gang_is_gone(keeper: StoreKeeper) -> None:
-    first, second = keeper.open_store(LOCAL_HOST), keeper.open_store(LOCAL_HOST)
-    keeper.close_store(first)
+    first, second = open_store(keeper, 1), open_store(keeper, 2)
+    keeper.close_store(1)
     wait_for_end(first)
     assert listens(second)
 
 
 def test_a_store_that_served_is_closed_too(keeper: StoreKeeper) -> None:
     torch = pytest.importorskip("torch")
-    port = keeper.open_store(LOCAL_HOST)
+    port = open_store(keeper, 1)
     store = torch.distributed.TCPStore(LOCAL_HOST, port, is_master=False)
     store.set("key", "value")
     del store
-    keeper.close_store(port)
+    keeper.close_store(1)
     wait_for_end(port)
 
 
@@ -62,31 +74,29 @@ def test_a_store_of_torch_2_6_takes_a_socket_that_listens(
 
     monkeypatch.setattr(torch.distributed, "TCPStore", store_of_2_6)
     monkeypatch.setattr(torch, "__version__", torch.torch_version.TorchVersion("2.6.0+cu124"))
-    listening = _listen(LOCAL_HOST)
-    port = listening.getsockname()[1]
-    store = _serve_store(listening.detach(), port)
+    store = _serve_store(listen(LOCAL_HOST).detach())
     assert isinstance(store, real)
     store.set("key", "value")
     assert store.get("key") == b"value"
 
 
 def test_a_keeper_that_was_killed_gets_a_successor(keeper: StoreKeeper) -> None:
-    keeper.open_store(LOCAL_HOST)
+    open_store(keeper, 1)
     killed = keeper.pid
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
-    assert listens(keeper.open_store(LOCAL_HOST))
+    assert listens(open_store(keeper, 2))
     assert keeper.pid != killed
 
 
 def test_stores_that_are_open_get_a_new_keeper_too(keeper: StoreKeeper) -> None:
     torch = pytest.importorskip("torch")
-    first = keeper.open_store(LOCAL_HOST)
+    first = open_store(keeper, 1)
     killed = keeper.pid
     assert killed is not None
     os.kill(killed, signal.SIGSTOP)  # what it is sent now, it never reads
-    second = keeper.open_store(LOCAL_HOST)
+    second = open_store(keeper, 2)
     os.kill(killed, signal.SIGKILL)
     os.waitpid(killed, 0)
     keeper.replace_if_ended(killed)

@@ -1,7 +1,4 @@
-"""Conversion of merged reports to pytest's, in the controller, for all plugins.
-
-Also calls of pytest's hooks about tests as plain data, which nodes repeat.
-"""
+"""Conversion of merged reports to pytest's, in the controller, for all plugins."""
 
 from __future__ import annotations
 
@@ -32,13 +29,11 @@ from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import cut_middle, said_by, without_colours
-from pytest_megatron.gangs.ipc.messages import Mirrored
 from pytest_megatron.gangs.merge import LOGS, Merged
 from pytest_megatron.gangs.spec import RunEnd
 
 _MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
 _MOST_DEEP = 50
-_LOGS = ("pytest_runtest_logstart", "pytest_runtest_logfinish")
 _KEYWORDS = pytest.StashKey[dict[str, Literal[1]]]()
 
 
@@ -272,33 +267,16 @@ def _crash(item: pytest.Item, merged: Merged) -> ExceptionChainRepr:
     return longrepr
 
 
-def mirror_log(hook: str, nodeid: str, location: tuple[str, int | None, str]) -> Mirrored:
-    """Return the start or the end of a test, for `replay`."""
-    return Mirrored(hook=hook, data={"nodeid": nodeid, "location": list(location)})
-
-
 def serialise(config: pytest.Config, report: BaseReport) -> dict[str, JsonValue]:
     """Return a report as data for JSON."""
     found = config.hook.pytest_report_to_serializable(config=config, report=report)
     return cast("dict[str, JsonValue]", _plain(found))
 
 
-def replay(config: pytest.Config, mirrored: Mirrored) -> None:
-    """Repeat a call of a hook in this process."""
-    data = dict(mirrored.data)
-    if mirrored.hook in _LOGS:
-        location = tuple(cast("list[JsonValue]", data["location"]))
-        getattr(config.hook, mirrored.hook)(nodeid=data["nodeid"], location=location)
-    elif mirrored.hook.endswith("report"):
-        getattr(config.hook, mirrored.hook)(report=_restore_report(config, data))
-    else:
-        _record_warning(config, data)
-
-
 def describe_warning(
     message: object, when: str, nodeid: str, location: tuple[str, int, str] | None
 ) -> dict[str, JsonValue]:
-    """Return a warning as data, for `replay`."""
+    """Return a warning as data, for `warn_again`."""
     category = getattr(message, "category", Warning)
     return {
         "text": said_by(getattr(message, "message", "")),

@@ -51,30 +51,15 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mirrored:
-    """A call of a pytest hook on node 0, to be repeated on every node.
-
-    Attributes:
-        hook: Name of pytest's hook.
-        data: Arguments of the hook, in the form of `gangs.controller.reports`.
-    """
-
-    hook: str
-    data: Mapping[str, JsonValue]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SessionEnded:
     """The session of node 0 ended.
 
     Attributes:
         exit_code: Pytest's.
-        kind: `failed`, `interrupted` or `exit` if it ended before its last test, else "".
-        text: The message of that end.
+        text: Why it ended before its last test, or "".
     """
 
     exit_code: int
-    kind: str = ""
     text: str = ""
 
 
@@ -459,7 +444,6 @@ Message: TypeAlias = (
     | Stacks
     | Welcome
     | Joined
-    | Mirrored
     | SessionEnded
     | BecomeRank
 )

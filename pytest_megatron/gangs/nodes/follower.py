@@ -1,7 +1,7 @@
 """The session of a node other than 0, which follows node 0's.
 
-It collects as well, starts an agent for node 0, and repeats the reports of node 0, so that
-terminal, JUnit XML and exit code agree on every node.
+It collects as well, has an agent start ranks for node 0, and ends with the exit code of node 0. It
+reports nothing: outcomes are on node 0.
 """
 
 from __future__ import annotations
@@ -11,19 +11,17 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
-from _pytest.junitxml import xml_key
 
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.controller.reports import replay
 from pytest_megatron.gangs.ipc.channel import Channel, WrongKeyError, connect
-from pytest_megatron.gangs.ipc.messages import Joined, Mirrored, Register, SessionEnded, Welcome
+from pytest_megatron.gangs.ipc.messages import Joined, Register, SessionEnded, Welcome
 from pytest_megatron.gangs.nodes.leader import (
     BROKEN,
     DEVICES,
@@ -64,7 +62,6 @@ class FollowerPlugin:
         self._exit_code: int | None = None
         self._channel: Channel | None = None
         self._failed: list[str] = []
-        self._xml_before = _stamp_of(config.option.xmlpath)
 
     def pytest_report_header(self) -> str:
         """Name the node and its endpoint."""
@@ -81,11 +78,18 @@ class FollowerPlugin:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
-        """Start an agent for node 0, and repeat its reports."""
-        option = session.config.option
-        if option.collectonly:
+        """Start an agent for node 0, and wait until node 0 ends."""
+        if session.config.option.collectonly:
             return None
-        num_errors = 0 if option.continue_on_collection_errors else session.testsfailed
+        try:
+            return self._join(session)
+        finally:
+            self._drop_reporters(session)
+
+    def _join(self, session: pytest.Session) -> bool | None:
+        """Join node 0 unless this node could not collect, which pytest's own loop reports."""
+        going_on = session.config.option.continue_on_collection_errors
+        num_errors = 0 if going_on else session.testsfailed
         try:
             key = find_key(os.environ, Path.home(), self._options.rdzv_step)
         except LaunchError as error:
@@ -95,28 +99,24 @@ class FollowerPlugin:
         if num_errors:
             what = f"{counted(num_errors, 'error')} while it collected"
             channel.send(Joined(problem=f"{what} {', '.join(self._failed)}; see its output"))
-            return None  # pytest's own loop reports that
+            return None
         self._follow(session, channel, welcome, key)
         return True
+
+    def _drop_reporters(self, session: pytest.Session) -> None:
+        """Keep plugins from writing reports of no tests, maybe over those of node 0."""
+        manager, hook = session.config.pluginmanager, session.config.hook
+        others = (manager.get_plugin("terminalreporter"), session)
+        found = [impl.plugin for impl in hook.pytest_runtest_logreport.get_hookimpls()]
+        reporters = [plugin for plugin in found if plugin not in others]
+        for name in ("pytest_sessionfinish", "pytest_terminal_summary"):
+            vars(hook)[name] = manager.subset_hook_caller(name, reporters)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """End with node 0's exit code."""
         if self._exit_code is not None:
             session.exitstatus = self._exit_code
-
-    # Inside of the terminal plugin's hook, which prints the path.
-    @pytest.hookimpl(specname="pytest_sessionfinish", wrapper=True, trylast=True)
-    def pytest_megatron_keep_xml(self, session: pytest.Session) -> Generator[None, object, object]:
-        """Do not overwrite node 0's JUnit XML, if nodes share the file."""
-        xml = session.config.stash.get(xml_key, None)
-        if xml is None or self._xml_before == _stamp_of(xml.logfile):
-            return (yield)
-        path, xml.logfile = xml.logfile, os.devnull
-        try:
-            return (yield)
-        finally:
-            xml.logfile = path
 
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self) -> None:
@@ -199,7 +199,7 @@ class FollowerPlugin:
         connection.close()
         try:
             channel.send(_compare(session, welcome))
-            self._show(session, channel)
+            self._wait(session, channel)
         finally:
             end()
             if lease is not None:
@@ -263,27 +263,18 @@ class FollowerPlugin:
         factory = temp_factory(self._config)
         return "" if factory is None else str(factory.getbasetemp())
 
-    def _show(self, session: pytest.Session, channel: Channel) -> None:
-        """Repeat the reports of node 0 until it ends, and end in the same way."""
-        while True:
-            match channel.receive():
-                case Mirrored() as mirrored:
-                    replay(self._config, mirrored)
-                case SessionEnded() as ended:
-                    break
-                case _:
-                    raise self._is_gone()
+    def _wait(self, session: pytest.Session, channel: Channel) -> None:
+        """Wait until node 0 ends, and end in the same way."""
+        ended = channel.receive()
+        if not isinstance(ended, SessionEnded):
+            raise self._is_gone()
         self._exit_code = ended.exit_code
-        match ended.kind:
-            case "failed":
-                session.shouldfail = ended.text  # shown by pytest's terminal
-                raise session.Failed(ended.text)
-            case "interrupted":
-                raise session.Interrupted(ended.text)
-            case "exit":
-                raise pytest.exit.Exception(ended.text, ended.exit_code)
-            case _:
-                session.shouldfail = session.shouldstop = False
+        session.shouldfail = session.shouldstop = False
+        write_line(
+            self._config,
+            f"node 0 at {self._options.rdzv_endpoint} has the outcomes, and ended with code "
+            f"{ended.exit_code}{': ' * bool(ended.text)}{ended.text}",
+        )
 
     def _is_gone(self) -> BaseException:
         """Return the exit for a session whose node 0 is gone."""
@@ -291,15 +282,6 @@ class FollowerPlugin:
         return pytest.exit.Exception(
             f"node 0 at {where} is gone before the session ended; see what it printed", BROKEN
         )
-
-
-def _stamp_of(path: str | None) -> tuple[int, int] | None:
-    """Return a stamp that changes when a process writes the file, which nodes may share."""
-    try:
-        found = Path(path or "").stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_ino
 
 
 def _compare(session: pytest.Session, welcome: Welcome) -> Joined:

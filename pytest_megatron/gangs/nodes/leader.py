@@ -1,13 +1,12 @@
-"""Sessions that span nodes: the leader on node 0 sends its reports to the others.
+"""Sessions that span nodes: node 0 collects, decides and reports as on one node.
 
-Node 0 collects, decides and reports as on one node; `follower.py` is the session of another node.
+`follower.py` is the session of another node, which only starts ranks.
 """
 
 from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,9 +14,8 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.controller.other_plugins import write_once
-from pytest_megatron.gangs.controller.reports import describe_warning, mirror_log, serialise
 from pytest_megatron.gangs.ipc.channel import Listener, listen_on
-from pytest_megatron.gangs.ipc.messages import Mirrored, RankConfig, SessionEnded, Welcome
+from pytest_megatron.gangs.ipc.messages import RankConfig, SessionEnded, Welcome
 from pytest_megatron.gangs.supervisor.connections import Followers
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
@@ -59,7 +57,7 @@ def addresses_of(options: Options) -> tuple[tuple[str, int], ...]:
 
 
 class Leader:
-    """Node 0's side: accepts the other nodes, and sends them its reports."""
+    """Node 0's side: accepts the other nodes, and tells them how the session ended."""
 
     def __init__(
         self, config: pytest.Config, supervisor: Supervisor, *, welcome: Welcome, options: Options
@@ -72,7 +70,7 @@ class Leader:
         self._config = config
         self._supervisor = supervisor
         self._nodes = range(1, welcome.num_nodes)
-        self._stop: tuple[str, str] | None = None
+        self._stop = ""
         self._followers = Followers(welcome)
         listener = _listen(options)
         self._endpoint = listener.address
@@ -120,55 +118,15 @@ class Leader:
             for node_id in joined.extra
         }
 
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Mirror errors of ranks that collect; each node has reported its own collection."""
-        data = serialise(self._config, report)
-        self._followers.broadcast(Mirrored(hook="pytest_collectreport", data=data))
-
-    def pytest_runtest_logstart(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Mirror."""
-        self._followers.broadcast(mirror_log("pytest_runtest_logstart", nodeid, location))
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Have every other node replay a report."""
-        data = serialise(self._config, report)
-        self._followers.broadcast(Mirrored(hook="pytest_runtest_logreport", data=data))
-
-    def pytest_runtest_logfinish(self, nodeid: str, location: tuple[str, int | None, str]) -> None:
-        """Mirror."""
-        self._followers.broadcast(mirror_log("pytest_runtest_logfinish", nodeid, location))
-
-    def pytest_warning_recorded(
-        self,
-        warning_message: warnings.WarningMessage,
-        when: str,
-        nodeid: str,
-        location: tuple[str, int, str] | None,
-    ) -> None:
-        """Mirror warnings of tests; each node has its own of the collection."""
-        if when == "runtest":
-            data = describe_warning(warning_message, when, nodeid, location)
-            self._followers.broadcast(Mirrored(hook="pytest_warning_recorded", data=data))
-
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Record the reason of the session's end."""
-        match excinfo.value:
-            case pytest.exit.Exception() as error:
-                self._stop = ("exit", error.msg)
-            case pytest.Session.Interrupted() as interrupted:
-                self._stop = ("interrupted", str(interrupted))
-            case _:
-                self._stop = ("interrupted", str(excinfo.value) or "Ctrl-C on node 0")
+        self._stop = getattr(excinfo.value, "msg", None) or str(excinfo.value) or "Ctrl-C"
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Send the end of the session to the other nodes."""
-        kind, text = self._stop or ("", "")
-        if not kind and session.shouldfail:
-            kind, text = "failed", str(session.shouldfail)
-        elif not kind and session.shouldstop:
-            kind, text = "interrupted", str(session.shouldstop)
-        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), kind=kind, text=text))
+        text = str(self._stop or session.shouldfail or session.shouldstop or "")
+        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), text=text))
 
     def _is_there(self, node_rank: int) -> bool:
         return node_rank in self._followers.joined and self._supervisor.agents.has(node_rank)

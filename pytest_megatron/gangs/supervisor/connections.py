@@ -40,7 +40,6 @@ from pytest_megatron.gangs.ipc.messages import (
     Start,
     Welcome,
     decode,
-    encode,
 )
 from pytest_megatron.process.guard import send_signal
 
@@ -240,7 +239,7 @@ class Followers:
         is_taken = node_rank == 0 or (known is not None and not known.is_closed)
         if is_taken or node_rank >= self._welcome.num_nodes:
             text = f"--node-rank: {node_rank} is taken or too large; give each node one of its own"
-            channel.send(SessionEnded(exit_code=_USAGE_ERROR, kind="exit", text=text))
+            channel.send(SessionEnded(exit_code=_USAGE_ERROR, text=text))
             channel.close()
             return
         self._channels[node_rank] = channel
@@ -258,16 +257,10 @@ class Followers:
                 del self._channels[node_rank]
                 self.joined.pop(node_rank, None)
 
-    def broadcast(self, message: Message) -> None:
-        """Send a message to every session; those that are gone are skipped."""
-        frame = Frame(OWN, encode(message))
-        for channel in self._channels.values():
-            channel.send_frames([frame])
-
     def dismiss(self, ended: SessionEnded) -> None:
         """Send the end of the session to all; they wait for the end of this process."""
-        self.broadcast(ended)
         for channel in self._channels.values():
+            channel.send(ended)
             channel.leave()
         self._channels.clear()
 

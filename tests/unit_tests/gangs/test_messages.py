@@ -24,7 +24,6 @@ from pytest_megatron.gangs.ipc.messages import (
     Kill,
     Killed,
     Message,
-    Mirrored,
     PhaseEnded,
     RankConfig,
     Ready,
@@ -101,8 +100,7 @@ MESSAGES: tuple[Message, ...] = (
         is_collecting=True,
     ),
     Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
-    Mirrored(hook="pytest_runtest_logstart", data={"nodeid": "a", "location": ["a", 3, "b"]}),
-    SessionEnded(exit_code=2, kind="interrupted", text="KeyboardInterrupt"),
+    SessionEnded(exit_code=2, text="KeyboardInterrupt"),
     BecomeRank(content="{}"),
 )
 

@@ -125,11 +125,12 @@ def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> N
 
 
 def _check_rules(own: tuple[Path, ...]) -> None:
-    """Try the examples of every signature, and end with exit code 1 if one does not fit."""
+    """Try every signature and its examples, and end with exit code 1 if one does not fit."""
     table = load_table(own)
     problems = check_rules(table)
     for problem in problems:
-        click.echo(f"{problem.signature.id}: {problem.example!r}: {problem.problem}")
+        where = f"{problem.example!r}: " if problem.example else ""
+        click.echo(f"{problem.signature.id}: {where}{problem.problem}")
     num_examples = sum(len(row.examples) + len(row.counterexamples) for row in table.signatures)
     verdict = f"{len(problems)} do not fit" if problems else "all fit"
     signatures = counted(len(table.signatures), "signature")

@@ -11,7 +11,7 @@ import builtins
 import functools
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
@@ -252,7 +252,11 @@ def load_table(own: Iterable[Path] = ()) -> Table:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleProblem:
-    """A row that its own examples contradict."""
+    """A row that contradicts itself, or an example of it.
+
+    Attributes:
+        example: The one that does not fit, "" if it is the row.
+    """
 
     signature: Signature
     example: str
@@ -260,9 +264,11 @@ class RuleProblem:
 
 
 def check_rules(table: Table) -> tuple[RuleProblem, ...]:
-    """Try every example of every row on the whole table; return what does not fit."""
+    """Try every row, and its examples on the whole table; return what does not fit."""
     found: list[RuleProblem] = []
     for row in table.signatures:
+        problems = () if row.id in table.users else _wrong_row(row)
+        found += (RuleProblem(signature=row, example="", problem=problem) for problem in problems)
         for example in row.examples:
             problem = _wrong_example(table, row, example)
             if problem is not None:
@@ -306,6 +312,17 @@ def match_line(table: Table, line: str) -> tuple[Signature, re.Match[str]] | Non
         if match is not None:
             return row, match
     return None
+
+
+def _wrong_row(row: Signature) -> Iterator[str]:
+    """Yield what is wrong with a row of the package by itself."""
+    if row.is_transient == (row.policy in (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)):
+        words = "is" if row.is_transient else "is not"
+        yield f"{words} transient, and its policy {row.policy.value} does not go with that"
+    if len(row.seen) != len(row.examples):
+        yield f"seen: found {len(row.seen)} addresses, expected one for each of its examples"
+    if not all(address.startswith("https://") for address in row.seen):
+        yield "seen: expected addresses that begin with https://"
 
 
 def _wrong_example(table: Table, signature: Signature, example: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from pytest_megatron.triage.signatures import (
     LineRole,
     RetryAdvice,
     Signature,
+    Table,
     builtin_table,
     check_rules,
     load_table,
@@ -68,18 +70,26 @@ def test_the_table_of_the_package_is_what_is_asked_of_users() -> None:
     assert load_table([TABLE]).signatures == builtin_table().signatures
 
 
-def test_every_rule_can_be_searched_and_has_examples() -> None:
-    for row in builtin_table().signatures:
-        row.search("x")  # compiles
-        assert row.examples, row.id
-        assert row.family in builtin_table().families, row.id
+PORT = replace(builtin_table()["port_in_use"], examples=("EADDRINUSE",), seen=("https://a.b",))
 
 
-def test_every_example_of_every_rule_has_a_source() -> None:
-    """An example that was made up beside its pattern shows nothing."""
-    for row in builtin_table().signatures:
-        assert len(row.seen) == len(row.examples), row.id
-        assert all(address.startswith("https://") for address in row.seen), row.id
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        (replace(PORT, policy=RetryAdvice.NEVER), "is transient, and its policy never does not"),
+        (replace(PORT, is_transient=False), "is not transient, and its policy new_port does not"),
+        (replace(PORT, seen=()), "seen: found 0 addresses, expected one for each of its examples"),
+        (replace(PORT, seen=("http://a.b",)), "seen: expected addresses that begin with https://"),
+    ],
+)
+def test_a_row_of_the_package_that_contradicts_itself_is_reported(
+    row: Signature, problem: str
+) -> None:
+    """An example that was made up beside its pattern shows nothing, so it needs a source."""
+    table = Table(signatures=(row,), families={"port_in_use": "a port"})
+    (found,) = check_rules(table)
+    assert found.problem.startswith(problem)
+    assert check_rules(replace(table, users=frozenset({row.id}))) == ()
 
 
 @pytest.mark.parametrize(
@@ -105,14 +115,6 @@ def test_what_looks_like_a_networks_or_machines_failure_and_is_none(
     found = builtin_table().raised(message)
     assert found is not None
     assert (found.id, found.is_transient) == (signature, False)
-
-
-def test_another_run_is_expected_to_pass_of_what_is_transient_and_of_nothing_else() -> None:
-    hopeless = (RetryAdvice.NEVER, RetryAdvice.DIAGNOSE)
-    wrong = {
-        row.id for row in builtin_table().signatures if row.is_transient == (row.policy in hopeless)
-    }
-    assert wrong == set()
 
 
 def test_every_family_has_a_row() -> None:

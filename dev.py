@@ -9,6 +9,7 @@ Needs Python 3.11 to 3.13 with pip, and nothing else:
     python3 dev.py test --all              ... all of them
     python3 dev.py test PYTEST ARGS        ... those that the arguments select, of either
     python3 dev.py check                   format, lint, types, import layers, lock file
+    python3 dev.py generate                write what is generated: schemas, the page of options
     python3 dev.py package [--keep DIR]    build wheel and sdist, and try them
     python3 dev.py setup                   the environment alone
     python3 dev.py site                    the documentation as a site, in build/site
@@ -47,6 +48,7 @@ Next, open .pytest_megatron/runs/latest/index.html: the curves and logs of this 
 see a failure: change --lr in {case}, run python3 dev.py recipes -k tp1_pp1
 python3 dev.py recipes --all trains all; docs/tutorials/first-workload.md makes one of your own\
 """.format(case="tests/functional_tests/test_cases/gpt/tp1_pp1/model_config.yaml")
+GENERATED = ("option_tables", "schema_files")
 LOWEST, ABOVE = (3, 11), (3, 14)
 
 
@@ -55,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="dev.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    choices = ("recipes", "test", "check", "package", "setup", "site", "links")
+    choices = ("recipes", "test", "check", "generate", "package", "setup", "site", "links")
     parser.add_argument("command", choices=choices)
     parser.add_argument("--torch", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument(
@@ -81,8 +83,10 @@ def main() -> int:
         return train(rest, is_smoke=not (rest or arguments.all))
     if arguments.command == "test":
         return run_pytest("--tier", "all" if arguments.all else "everyday", *rest)
-    if arguments.command in ("check", "package"):
-        return check() if arguments.command == "check" else try_package(*rest)
+    if arguments.command in ("check", "generate"):
+        return check() if arguments.command == "check" else generate()
+    if arguments.command == "package":
+        return try_package(*rest)
     if arguments.command == "setup":
         print(f"dev.py: {VENV.name} is ready")
     return 0 if arguments.command == "setup" else run_sphinx(arguments.command, *rest)
@@ -190,6 +194,12 @@ def check() -> int:
         f"checks: {', '.join(failed)} failed" if failed else f"checks: all {len(checks) + 1} passed"
     )
     return 1 if failed else 0
+
+
+def generate() -> int:
+    """Write the files that are made from the code, where they stand."""
+    scripts = [ROOT / "docs" / "reference" / f"{name}.py" for name in GENERATED]
+    return max(subprocess.run([PYTHON, script], check=False).returncode for script in scripts)
 
 
 def try_package(*arguments: str) -> int:

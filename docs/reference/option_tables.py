@@ -1,6 +1,6 @@
 """Brings the tables of `options.md` into line with the table of options.
 
-    python docs/reference/option_tables.py
+    python3 dev.py generate
 
 Markup, and details after the first semicolon of a cell, are written in the page. A test compares
 it with the options.

@@ -1,6 +1,6 @@
 """Writes `pytest_megatron/schemas`, the JSON Schemas that the wheel has, from the code.
 
-    python docs/reference/schema_files.py
+    python3 dev.py generate
 
 A test compares the files with the code. That of goldens is written by hand: their reader takes more
 than the schema allows.

@@ -32,7 +32,7 @@ def problems(name: str, *files: Path) -> str:
 def test_what_is_published_is_what_the_code_has() -> None:
     script = runpy.run_path(str(ROOT / "docs/reference/schema_files.py"))
     for name in script["MAKERS"]:
-        assert schema_path(name).read_text() == script["text_of"](name)
+        assert schema_path(name).read_text() == script["text_of"](name), "python3 dev.py generate"
     golden = json.loads(schema_path("golden").read_text())["$defs"]
     origin = {field.name for field in fields(Provenance)} - {"extra"}
     assert golden["Provenance"]["properties"].keys() == origin

@@ -33,6 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
@@ -79,17 +80,18 @@ def main() -> int:
     except subprocess.CalledProcessError as error:
         print(f"dev.py: setting up .venv failed at: {' '.join(map(str, error.cmd))}")
         return 2
-    if arguments.command == "recipes":
-        return train(rest, is_smoke=not (rest or arguments.all))
-    if arguments.command == "test":
-        return run_pytest("--tier", "all" if arguments.all else "everyday", *rest)
-    if arguments.command in ("check", "generate"):
-        return check() if arguments.command == "check" else generate()
-    if arguments.command == "package":
-        return try_package(*rest)
-    if arguments.command == "setup":
-        print(f"dev.py: {VENV.name} is ready")
-    return 0 if arguments.command == "setup" else run_sphinx(arguments.command, *rest)
+    tier = "all" if arguments.all else "everyday"
+    commands: dict[str, Callable[[], int | None]] = {
+        "recipes": lambda: train(rest, is_smoke=not (rest or arguments.all)),
+        "test": lambda: run_pytest("--tier", tier, *rest),
+        "check": check,
+        "generate": generate,
+        "package": lambda: try_package(*rest),
+        "setup": lambda: print(f"dev.py: {VENV.name} is ready"),
+        "site": lambda: run_sphinx("site", *rest),
+        "links": lambda: run_sphinx("links", *rest),
+    }
+    return commands[arguments.command]() or 0
 
 
 def train(rest: list[str], *, is_smoke: bool) -> int:

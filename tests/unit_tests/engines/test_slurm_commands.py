@@ -162,6 +162,7 @@ def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
     assert not (project / "run").exists()
 
 
+@pytest.mark.nightly
 def test_what_sbatch_prints_trains_whenever_it_is_submitted(
     slurm_lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from tiny_project import Run as SessionRun
 from pytest_megatron.engines.slurm.submit import SlurmSettings
 from pytest_megatron.workloads.engine.api import SubmissionOutcome, TroubleKind, Update
 
+pytestmark = pytest.mark.nightly
+
 
 class StartSession(Protocol):
     def __call__(self, project: Project, *words: str, **env: str) -> subprocess.Popen[str]: ...
@@ -51,6 +53,7 @@ def job_of(update: Update) -> str:
     return found[1]
 
 
+@pytest.mark.everyday
 def test_each_job_leaves_its_own_outcome(slurm_lab: SlurmLab, tmp_path: Path) -> None:
     run = Run(tmp_path)
     engine = on_lab(run, slurm_lab)
@@ -200,6 +203,7 @@ def test_a_session_that_ci_ends_cancels_its_jobs(
     assert slurm_lab.ask("squeue", "-h", "-o", "%A %T").split() == []
 
 
+@pytest.mark.everyday
 def test_a_run_names_the_rank_that_failed_and_leaves_a_node_that_did(
     slurm_lab: SlurmLab, tmp_path: Path, session_of: StartSession
 ) -> None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+import pytest
 
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.runs.record import RecordedDiagnosis
@@ -30,6 +31,8 @@ from pytest_megatron.workloads.training.plan.plan import (
     started,
 )
 from pytest_megatron.workloads.training.run.runner import End
+
+pytestmark = pytest.mark.nightly
 
 GUEST = Path(__file__).parents[1] / "guests" / "task_rank.py"
 DEADLINE_S = 60.0
@@ -200,6 +203,7 @@ def paused(root: Path, per_node: int = 1) -> JobSpec:
     return native(root, *(f"pause@{rank}" for rank in range(4)), per_node=per_node)
 
 
+@pytest.mark.everyday
 def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path: Path) -> None:
     with step(tmp_path, native(tmp_path, per_node=2), 2, 2) as found:
         record = found.record()
@@ -240,6 +244,7 @@ def test_a_rank_that_raises_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert sum("exitcode  : -15" in line for line in lines) == 1
 
 
+@pytest.mark.everyday
 def test_a_rank_that_is_killed_is_the_first_whatever_the_others_say(tmp_path: Path) -> None:
     with step(tmp_path, native(tmp_path, "leave@0", "kill@1"), 2, 1) as found:
         record = found.record()

@@ -203,7 +203,6 @@ def test_a_task_that_is_killed_ends_the_others_and_is_named(
     assert record.trouble.text == f"task 1 on {host} was lost: it was killed, or its node is gone"
 
 
-@pytest.mark.everyday
 def test_a_node_that_is_lost_ends_the_others_and_is_named(
     slurm_lab: SlurmLab, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from gang_suite import READS_RANK, Suite
 
 from pytest_megatron.gangs.start.environment import num_started
 
+pytestmark = pytest.mark.nightly
+
 TESTS = """
     def test_world(world_size):
         assert world_size == 2
@@ -19,6 +21,7 @@ TESTS = """
 """
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize("start", ["auto", "collect"])
 def test_warnings_that_are_errors_do_not_keep_a_rank_from_starting(
     start: str, tmp_path: Path
@@ -65,6 +68,7 @@ def test_a_rank_in_which_pytest_does_not_start_says_why(
     assert "site-packages" not in run.stdout.partition("= ERRORS =")[2]
 
 
+@pytest.mark.everyday
 @pytest.mark.parametrize(
     ("env", "launcher"),
     [

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
+pytestmark = pytest.mark.nightly
+
 COLLECT = ("-o", "megatron_gang_start=collect")
 # A rank notes that it has collected. The controller collects until the ranks have.
 CONFTEST = """
@@ -56,6 +58,7 @@ def suite(tmp_path: Path) -> Suite:
     return suite
 
 
+@pytest.mark.everyday
 def test_ranks_collect_while_the_controller_does_so(suite: Suite, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -125,6 +128,7 @@ def test_a_controller_that_cannot_collect_ends_ranks_that_have_begun(
     assert not (tmp_path / ".pytest_megatron").exists()
 
 
+@pytest.mark.everyday
 def test_packages_are_imported_once_for_all_ranks(suite: Suite) -> None:
     suite.write(
         conftest="""

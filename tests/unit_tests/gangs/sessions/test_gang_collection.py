@@ -273,6 +273,7 @@ def test_a_group_of_one_process_may_be_set_up_while_tests_are_collected(tmp_path
     assert run.words == {"test_it": "PASSED"}, run.stdout
 
 
+@pytest.mark.nightly
 def test_a_group_of_ranks_is_destroyed_at_the_end_of_the_session(tmp_path: Path) -> None:
     suite = Suite(tmp_path, is_fresh=True).write(
         conftest="""
@@ -482,6 +483,7 @@ def test_a_plugin_that_fails_on_ranks_is_one_error_with_the_frames_of_the_user(
     assert run.stdout.count("Traceback") == 0
 
 
+@pytest.mark.nightly
 def test_an_error_on_gangs_of_two_sizes_is_reported_once(suite: Suite) -> None:
     suite.write(
         conftest=READS_RANK,
@@ -503,6 +505,7 @@ def test_an_error_on_gangs_of_two_sizes_is_reported_once(suite: Suite) -> None:
     assert (run.returncode, run.summary) == (1, "2 failed, 1 error"), run.stdout
 
 
+@pytest.mark.nightly
 def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False)
     hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
@@ -563,6 +566,7 @@ def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite
     assert 'test_hang.py", line 6 in <module>' in run.stdout
 
 
+@pytest.mark.nightly
 def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(
         test_threads="""
@@ -605,6 +609,7 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(tmp_path: Path) ->
     assert "every rank collects for itself: threads run since" in run.stdout
 
 
+@pytest.mark.nightly
 def test_ranks_of_a_worker_of_xdist_collect_for_themselves(tmp_path: Path) -> None:
     suite = Suite(tmp_path, has_torch=False)
     suite.write(

@@ -52,6 +52,7 @@ COVERAGE = (sys.executable, "-m", "coverage")
 PYTEST = ("pytest", "-p", "megatron", "--ranks", "2", "--run-dir", "run")
 
 
+@pytest.mark.everyday("run")
 @pytest.mark.parametrize(
     "command",
     [

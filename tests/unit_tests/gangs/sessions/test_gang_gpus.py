@@ -88,6 +88,7 @@ def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(
     ]
 
 
+@pytest.mark.nightly
 def test_each_node_leases_gpus_of_its_own(suite: Suite, env: dict[str, str]) -> None:
     with held_port() as port:
         endpoint = f"127.0.0.1:{port}"

@@ -115,6 +115,7 @@ def test_ranks_are_as_many_as_the_driver_would_start(project: Project) -> None:
     assert "ranks: 3 on cpu" in plan.stdout
 
 
+@pytest.mark.nightly
 def test_bash_runs_what_is_not_known_and_the_header_says_so(tmp_path: Path) -> None:
     project = Project(root=tmp_path / "project", gpus=1)
     project.row(project.case("known"), script=[script("ls")], write_golden=False)

@@ -257,6 +257,7 @@ else:
 """
 
 
+@pytest.mark.nightly
 def test_a_tree_that_changes_while_it_is_measured_makes_no_golden(tmp_path: Path) -> None:
     """Hours lie between the first training and the last one; what trainings write is no change."""
     project = Project(root=tmp_path)
@@ -397,6 +398,7 @@ def test_a_policy_that_judges_nothing_is_refused_before_anything_runs(tmp_path: 
     assert not run.directory.exists()
 
 
+@pytest.mark.nightly
 def test_ctrl_c_writes_no_golden(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("new"), write_golden=False)

@@ -14,6 +14,8 @@ from tiny_project import Project, Run, read_object
 
 from pytest_megatron.base.files import JsonValue
 
+pytestmark = pytest.mark.nightly
+
 PLATFORM = "dgx_h100"
 
 
@@ -38,6 +40,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run_on_gpus(project, "--tee-ranks", "none")
 
 
+@pytest.mark.everyday
 def test_an_uncorrected_error_of_a_gpu_is_the_cause_and_the_next_attempt_has_other_gpus(
     run: Run,
 ) -> None:

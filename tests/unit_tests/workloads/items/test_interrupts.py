@@ -12,6 +12,8 @@ import psutil
 import pytest
 from tiny_project import Project, send, wait_until
 
+pytestmark = pytest.mark.nightly
+
 
 def hanging(tmp_path: Path, *, has_torch: bool) -> tuple[Project, subprocess.Popen[str]]:
     """Start a session whose second workload hangs and whose third would run."""
@@ -33,6 +35,7 @@ def assert_nothing_is_left(project: Project) -> None:
     assert list(run_dir.rglob("*.tmp")) == []
 
 
+@pytest.mark.everyday("once-to the group", "twice-to pytest alone")
 @pytest.mark.parametrize(
     ("times", "to_group", "has_torch"),
     [
@@ -57,6 +60,7 @@ def test_ctrl_c_ends_the_training_and_the_session(
     assert list(run["items"]) == ["recipes/tiny.yaml::first[dev-cpu]"]
 
 
+@pytest.mark.everyday
 def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     project, process = hanging(tmp_path, has_torch=True)
     send(process, signal.SIGKILL, to_group=False)
@@ -65,6 +69,7 @@ def test_a_pytest_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     assert_nothing_is_left(project)
 
 
+@pytest.mark.everyday("15-False-False")
 @pytest.mark.parametrize(
     ("number", "to_group", "has_torch"),
     [
@@ -88,6 +93,7 @@ def test_a_session_that_is_told_to_end_writes_what_it_has(
     assert list(run["items"]) == ["recipes/tiny.yaml::first[dev-cpu]"]
 
 
+@pytest.mark.everyday
 def test_what_a_session_in_the_background_ignores_is_its_own(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.add("waits", "hang@2:1")

@@ -12,6 +12,8 @@ from tiny_project import Project, Run
 
 from pytest_megatron.process.tree import activity_below
 
+pytestmark = pytest.mark.nightly
+
 STAYS = "stay@0:1"  # of two ranks
 
 
@@ -63,6 +65,7 @@ def test_what_a_rank_raised_before_it_did_not_exit_fails_in_any_case(run: Run) -
     assert "; did not exit afterwards" in first
 
 
+@pytest.mark.everyday
 def test_work_is_seen_in_any_process_below() -> None:
     code = "import os; print(os.getpid(), flush=True); input()\nwhile True: os.write(1, b'x' * 99)"
     with subprocess.Popen(

@@ -188,6 +188,7 @@ def test_a_lightweight_run_gives_the_program_fewer_steps(project: Project) -> No
     ) in light.problem("endless")
 
 
+@pytest.mark.nightly
 def test_pytest_testmon_leaves_out_no_row(tmp_path: Path) -> None:
     """It sees nothing of a training, whose code may have been edited."""
     project = Project(root=tmp_path)

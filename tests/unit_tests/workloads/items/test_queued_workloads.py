@@ -18,6 +18,8 @@ import yaml
 from forked_sessions import fork_session
 from tiny_project import wait_until
 
+pytestmark = pytest.mark.nightly
+
 ENGINES = Path(__file__).parents[1] / "engine"
 MARK = "QUEUE_PROJECT"  # in the environment of every process of a project
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
@@ -140,6 +142,7 @@ def junit(path: Path) -> Mapping[str, ET.Element]:
     return {str(case.get("name")): case for case in ET.parse(path).iter("testcase")}  # noqa: S314
 
 
+@pytest.mark.everyday
 def test_all_workloads_are_submitted_together_before_one_is_waited_for(
     project: QueueProject, run: tuple[int, str]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_flaky_item_alone_is_enough_for_that(tmp_path: Path) -> None:
     assert (run.returncode, run.verdict("once")) == (1, ("PASSED", "flaky"))
 
 
+@pytest.mark.nightly
 def test_the_limit_of_a_run_holds_for_all_its_workers(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     for number in range(3):

@@ -18,9 +18,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Broken,
     Closed,
     DebuggerLeft,
-    DebuggerReads,
     DebuggerWanted,
-    DebuggerWrote,
     Died,
     Done,
     Killed,
@@ -490,7 +488,7 @@ class Lifecycle:
     def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
         """Stop the timers while a debugger is open, and restart them when it is left."""
         match message:
-            case DebuggerWanted() | DebuggerWrote() | DebuggerReads():
+            case DebuggerWanted():
                 self._timers.suspend(rank.rank)
             case DebuggerLeft():
                 self._timers.resume(rank.rank, self.state, now)

@@ -6,33 +6,32 @@ without.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import sys
+import os
+import signal
+import termios
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
 from pytest_megatron.gangs.ipc.messages import (
-    INTERRUPTED_LINE,
     DebuggerAnswer,
     DebuggerLeft,
-    DebuggerLine,
-    DebuggerReads,
     DebuggerWanted,
-    DebuggerWrote,
     Message,
 )
 from pytest_megatron.gangs.lifecycle import GangState
 from pytest_megatron.gangs.rank.logs import Tail
 from pytest_megatron.gangs.supervisor.supervisor import Gang
+from pytest_megatron.process.guard import send_signal
 from pytest_megatron.session.options import Options
 
 _COPY_EVERY_S = 0.05
+_TWICE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +41,7 @@ class _DebuggerRequest:
     gang: Gang
     rank: int
     reason: str
+    pid: int
 
     @property
     def is_gone(self) -> bool:
@@ -50,14 +50,15 @@ class _DebuggerRequest:
         is_over = state not in (GangState.RUNNING, GangState.CLOSING)
         return is_over or self.gang.lifecycle.has_ended(self.rank)
 
-    def answer(self, message: Message) -> None:
-        """Send a message to the rank."""
-        self.gang.peer(self.rank).send(message)
+    def answer(self, *terminal: int) -> None:
+        """Let the rank stop, at a terminal, or go on without one."""
+        message = DebuggerAnswer(may_enter=bool(terminal))
+        self.gang.peer(self.rank).send(message, terminal)
 
 
 @dataclass(slots=True)
 class Console:
-    """Gives debuggers of ranks access to the terminal.
+    """Lends debuggers of ranks of this node the terminal.
 
     Attributes:
         config: Configuration of the controller.
@@ -72,23 +73,20 @@ class Console:
     _active: _DebuggerRequest | None = None
     _waiting: deque[_DebuggerRequest] = field(default_factory=deque)
     _last_failure: tuple[int, int] | None = None  # execution, rank
-    _prompt: str = ""  # the line that has not ended yet
+    _take_back: Callable[[], None] = lambda: None  # restores the terminal
+    _interrupted_at: float = -_TWICE_S
 
     def handle(self, gang: Gang, rank: int, message: Message) -> None:
         """Handle a message of a rank's debugger."""
         active = self._active
         match message:
-            case DebuggerWanted(reason=reason):
-                request = _DebuggerRequest(gang, rank, reason)
+            case DebuggerWanted(reason=reason, pid=pid):
+                request = _DebuggerRequest(gang, rank, reason, pid)
                 if self._may_stop(request):
                     self._waiting.append(request)
                     self.settle()
                 else:
-                    request.answer(DebuggerAnswer(may_enter=False))
-            case DebuggerWrote(text=text):
-                self._write(text)
-            case DebuggerReads():
-                gang.peer(rank).send(DebuggerLine(text=self._read()))
+                    request.answer()
             case DebuggerLeft() if active and (active.gang, active.rank) == (gang, rank):
                 self._leave()
                 self.settle()
@@ -99,14 +97,16 @@ class Console:
         """Release the terminal of a rank that is gone, and give it to the next."""
         if self._active is not None and self._active.is_gone:
             self._leave()
-        while self._active is None and self._waiting:
+        is_main = threading.current_thread() is threading.main_thread()  # it has the signals
+        while self._active is None and self._waiting and is_main:
             request = self._waiting.popleft()
             if not request.is_gone:
                 self._enter(request)
 
     def _may_stop(self, request: _DebuggerRequest) -> bool:
         """Return whether a rank may stop in the debugger."""
-        if self.is_refusing or request.is_gone:
+        is_here = request.gang.configs[request.rank].node_rank == 0
+        if self.is_refusing or request.is_gone or not is_here:
             return False
         if self.pdb_rank is not None:
             return request.rank == self.pdb_rank
@@ -127,44 +127,36 @@ class Console:
         if writer.width_of_current_line:
             writer.line()
         writer.sep(">", f"rank {request.rank} of {request.gang.spec.world_size}")
-        request.answer(DebuggerAnswer(may_enter=True))
+        writer.flush()
+        modes = termios.tcgetattr(0) if os.isatty(0) else None
+        handler = signal.signal(signal.SIGINT, lambda *_: self._interrupt(request))
+
+        def take_back() -> None:
+            signal.signal(signal.SIGINT, handler)
+            if modes is not None:  # the rank may have died with others
+                termios.tcsetattr(0, termios.TCSADRAIN, modes)
+
+        self._take_back = take_back
+        request.answer(0, 1)
+
+    def _interrupt(self, request: _DebuggerRequest) -> None:
+        """Pass Ctrl-C on to a rank, which is in no job of the terminal.
+
+        Twice within a second it interrupts the session: the rank may be stuck in C code.
+        """
+        before, self._interrupted_at = self._interrupted_at, time.monotonic()
+        if self._interrupted_at - before < _TWICE_S:
+            raise KeyboardInterrupt
+        send_signal([request.pid], signal.SIGINT)
 
     def _leave(self) -> None:
         """Take the terminal back from a rank's debugger."""
         self._active = None
-        if self._prompt:
-            self._show(f"{self._prompt}\n")
-            self._prompt = ""
+        self._take_back()
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         if capture is not None:  # between tests it captures stdin, not stdout
             capture.resume_global_capture()
             capture.suspend_global_capture()
-
-    def _write(self, text: str) -> None:
-        lines, newline, self._prompt = (self._prompt + text).rpartition("\n")
-        self._show(lines + newline)
-
-    def _show(self, text: str) -> None:
-        self.config.get_terminal_writer().write(text, flush=True)
-
-    def _read(self) -> str:
-        """Return a line that the user typed, empty at the end of input."""
-        stdin: TextIO | None = sys.stdin  # None if it was closed when Python started
-        try:
-            if stdin is None:
-                return ""
-            if stdin.isatty():
-                with contextlib.suppress(ImportError):
-                    importlib.import_module("readline")  # lets the user edit the line
-                return input(self._prompt) + "\n"
-            self._show(self._prompt)
-            return stdin.readline()
-        except EOFError:
-            return ""
-        except KeyboardInterrupt:
-            return INTERRUPTED_LINE
-        finally:
-            self._prompt = ""
 
 
 class Tee:

@@ -76,30 +76,17 @@ class BecomeRank:
     content: str
 
 
-INTERRUPTED_LINE = "\x03"  # the text of a `DebuggerLine` for Ctrl-C
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerWanted:
     """A rank asks for permission to enter the debugger, and waits.
 
     Attributes:
         reason: `exception` or `breakpoint`.
+        pid: Its process, for Ctrl-C.
     """
 
     reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerWrote:
-    """Output of the debugger of a rank."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerReads:
-    """The debugger of a rank reads a line."""
+    pid: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,16 +96,12 @@ class DebuggerLeft:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerAnswer:
-    """Permission to enter the debugger, or its refusal."""
+    """Permission to enter the debugger, or its refusal.
+
+    Attached to a permission are stdin and stdout of the controller.
+    """
 
     may_enter: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DebuggerLine:
-    """A line that the user typed; empty at the end of input."""
-
-    text: str
 
 
 JsonObject: TypeAlias = dict[str, JsonValue]
@@ -427,13 +410,10 @@ Message: TypeAlias = (
     | Closed
     | Broken
     | DebuggerWanted
-    | DebuggerWrote
-    | DebuggerReads
     | DebuggerLeft
     | Run
     | Close
     | DebuggerAnswer
-    | DebuggerLine
     | Start
     | Adopt
     | Died

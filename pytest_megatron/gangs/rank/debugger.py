@@ -1,4 +1,4 @@
-"""Pytest's debugger in a rank, with permission and input from the controller.
+"""Pytest's debugger in a rank, with permission of the controller, at its terminal.
 
 Active in ranks. `--pdb`, `--trace`, `breakpoint()` and `pytest.set_trace()` all call
 `pytestPDB._init_pdb`, which is replaced here; a rank without permission continues at once.
@@ -6,9 +6,11 @@ Active in ranks. `--pdb`, `--trace`, `breakpoint()` and `pytest.set_trace()` all
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import IO, Protocol, TextIO, cast
 
 import pytest
@@ -16,15 +18,7 @@ from _pytest.debugging import PdbInvoke, pytestPDB
 from typing_extensions import override
 
 from pytest_megatron.gangs.ipc.channel import Channel
-from pytest_megatron.gangs.ipc.messages import (
-    INTERRUPTED_LINE,
-    DebuggerAnswer,
-    DebuggerLeft,
-    DebuggerLine,
-    DebuggerReads,
-    DebuggerWanted,
-    DebuggerWrote,
-)
+from pytest_megatron.gangs.ipc.messages import DebuggerAnswer, DebuggerLeft, DebuggerWanted
 from pytest_megatron.process.originals import os, threading
 
 _INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
@@ -50,8 +44,8 @@ class RankDebugger:
         self._pid = 0
         self._invoke: PdbInvoke | None = None
         self._streams: tuple[TextIO, TextIO] | None = None
-        self.screen = cast("TextIO", _Screen(self))
-        self.keyboard = cast("TextIO", _Keyboard(self))
+        self._terminal = cast("TextIO", _Terminal(self))
+        self.descriptors: Sequence[int] = ()  # of the terminal: input and output
 
     def begin(self, channel: Channel) -> None:
         """Set the channel of this process, which is a rank now."""
@@ -76,7 +70,7 @@ class RankDebugger:
             debugger = original(method, *args, **settings)
             self._take_streams()  # a fixture that captures has restored its own
             debugger.use_rawinput, debugger.nosigint = False, True
-            debugger.stdin, debugger.stdout = self.keyboard, self.screen
+            debugger.stdin = debugger.stdout = self._terminal
             return debugger
 
         setattr(pytestPDB, _INIT_PDB, make_debugger)
@@ -94,20 +88,22 @@ class RankDebugger:
         """Request permission; return whether it was granted."""
         if os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return False  # only the main thread uses the channel
-        self.channel.send(DebuggerWanted(reason=reason))
-        answer = self.channel.receive()
+        self.channel.send(DebuggerWanted(reason=reason, pid=self._pid))
+        answer, self.descriptors = self.channel.receive_with_descriptors()
         if not (isinstance(answer, DebuggerAnswer) and answer.may_enter):
             self.channel.send(DebuggerLeft())
             return False
         self._streams = sys.stdin, sys.stdout
-        self._printed.diverted = self.screen
+        self._printed.diverted = self._terminal
         return True
 
     def close(self) -> None:
         """Return the permission, if there is one."""
         if self._streams is None:
             return
-        self.screen.flush()
+        self._terminal.flush()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
         sys.stdin, sys.stdout = self._streams
         self._streams = self._printed.diverted = None
         self.channel.send(DebuggerLeft())
@@ -132,7 +128,7 @@ class RankDebugger:
         self.close()
 
     def _take_streams(self) -> None:
-        sys.stdin, sys.stdout = self.keyboard, self.screen
+        sys.stdin = sys.stdout = self._terminal
 
 
 class _NoDebugger:
@@ -148,14 +144,18 @@ class _NoDebugger:
         return function()
 
 
-class _Screen(io.TextIOBase):
-    """Writes to the user's terminal, line by line."""
+class _Terminal(io.TextIOBase):
+    """Reads from the user's terminal, and writes to it line by line."""
 
     encoding = "utf-8"
 
     def __init__(self, debugger: RankDebugger) -> None:
         self._debugger = debugger
-        self._parts: list[str] = []
+        self._line = ""  # that has not ended yet
+
+    @override
+    def readable(self) -> bool:
+        return True
 
     @override
     def writable(self) -> bool:
@@ -163,44 +163,44 @@ class _Screen(io.TextIOBase):
 
     @override
     def write(self, text: str, /) -> int:
-        self._parts.append(text)
-        if "\n" in text:
-            self.flush()
+        lines, newline, self._line = (self._line + text).rpartition("\n")
+        self._show(lines + newline)
         return len(text)
 
-    @override
-    def flush(self) -> None:
-        text = "".join(self._parts)
-        self._parts.clear()
+    def _show(self, text: str) -> None:
         if text and self._debugger.is_or_gets_open():
-            self._debugger.channel.send(DebuggerWrote(text=text))
-
-
-class _Keyboard(io.TextIOBase):
-    """Reads from the user's terminal."""
-
-    encoding = "utf-8"
-
-    def __init__(self, debugger: RankDebugger) -> None:
-        self._debugger = debugger
-
-    @override
-    def readable(self) -> bool:
-        return True
+            content = text.encode(errors="replace")
+            while content:
+                content = content[os.write(self._debugger.descriptors[1], content) :]
 
     @override
     def readline(self, size: int | None = -1, /) -> str:  # type: ignore[override]
-        """Return a line; empty at the end of input.
-
-        Raises:
-            KeyboardInterrupt: The user pressed Ctrl-C instead.
-        """
-        self._debugger.screen.flush()
+        """Return a line; empty at the end of input."""
         if not self._debugger.is_or_gets_open():
             return ""
-        self._debugger.channel.send(DebuggerReads())
-        line = self._debugger.channel.receive()
-        text = line.text if isinstance(line, DebuggerLine) else ""
-        if text == INTERRUPTED_LINE:
-            raise KeyboardInterrupt
-        return text
+        prompt, self._line = self._line, ""
+        if os.isatty(self._debugger.descriptors[0]):
+            return self._edit_line(prompt)
+        self._show(prompt)
+        with io.FileIO(self._debugger.descriptors[0], closefd=False) as file:
+            return file.readline().decode(errors="replace")  # and nothing that follows
+
+    def _edit_line(self, prompt: str) -> str:
+        """Let the user edit a line with readline, which knows 0 and 1 only."""
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
+        kept = [os.dup(number) for number in (0, 1)]
+        streams = sys.stdin, sys.stdout
+        for number, descriptor in enumerate(self._debugger.descriptors):
+            os.dup2(descriptor, number)
+        try:
+            sys.stdin = io.TextIOWrapper(io.FileIO(0, closefd=False))
+            sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False))
+            return input(prompt) + "\n"
+        except EOFError:
+            return ""
+        finally:
+            sys.stdin, sys.stdout = streams
+            for number, descriptor in enumerate(kept):
+                os.dup2(descriptor, number)
+                os.close(descriptor)

@@ -27,7 +27,6 @@ from pytest_megatron.gangs.ipc.messages import (
     Broken,
     Closed,
     DebuggerLeft,
-    DebuggerReads,
     DebuggerWanted,
     Done,
     Killed,
@@ -279,8 +278,7 @@ def test_collectives_that_differ_after_a_failure_replace_the_gang_and_say_no_mor
 def test_an_open_debugger_stops_the_clocks() -> None:
     gang = busy_gang()
     gang.handle(1, failed(), 5.0)
-    gang.handle(1, DebuggerWanted(reason="exception"), 5.0)
-    gang.handle(1, DebuggerReads(), 6.0)
+    gang.handle(1, DebuggerWanted(reason="exception", pid=7), 5.0)
     assert gang.deadline is None
     assert gang.tick(1000.0) == []
     gang.handle(1, DebuggerLeft(), 1000.0)
@@ -289,7 +287,7 @@ def test_an_open_debugger_stops_the_clocks() -> None:
 
 def test_a_rank_that_dies_in_the_debugger_starts_the_clocks() -> None:
     gang = busy_gang()
-    gang.handle(1, DebuggerWanted(reason="breakpoint"), 5.0)
+    gang.handle(1, DebuggerWanted(reason="breakpoint", pid=7), 5.0)
     gang.handle(1, died(1), 70.0)
     assert gang.deadline == 70.0 + GRACE_S
 

@@ -148,8 +148,8 @@ def test_on_a_terminal_ctrl_c_interrupts_the_prompt_and_nothing_else(tmp_path: P
             ("41\r\n(Pdb) ", "c\r"),
         ]:
             read_until(terminal, awaited)
-            if typed == "\x03":  # before Python waits for keys, it is seen at the next key only
-                wait_until(lambda: is_asleep(pid), "it waits for keys")
+            if typed == "\x03":  # before a rank waits for keys, it is seen at the next key only
+                wait_until(lambda: are_asleep(pid), "it waits for keys")
             os.write(terminal, typed.encode())
         talk = read_until(terminal, "1 failed")
         read_until(terminal, None)
@@ -164,8 +164,10 @@ def test_on_a_terminal_ctrl_c_interrupts_the_prompt_and_nothing_else(tmp_path: P
     wait_until(lambda: suite.processes() == [], "no process is left")
 
 
-def is_asleep(pid: int) -> bool:
-    return str(psutil.Process(pid).status()) == psutil.STATUS_SLEEPING
+def are_asleep(pid: int) -> bool:
+    """Return whether no process below one is at work."""
+    found = psutil.Process(pid).children(recursive=True)
+    return {str(process.status()) for process in found} == {psutil.STATUS_SLEEPING}
 
 
 def read_until(terminal: int, awaited: str | None) -> str:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -55,26 +55,49 @@ class ExpectedError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checked:
-    """A limit of a value: `check` returns it, or raises a ValueError that has the problem.
+    """What pydantic has to know of a type beside it; annotations must not import pydantic.
 
     Attributes:
+        check: Returns a value, or raises a ValueError that has the problem.
         published: Keys for the JSON schema.
+        build: Makes pydantic's schema of the type, by its handler; None leaves that to pydantic.
     """
 
-    check: Callable[[Never], object]
+    check: Callable[[Never], object] | None = None
     published: Mapping[str, JsonValue] = field(default_factory=dict)
+    build: Callable[[type, GetCoreSchemaHandler], CoreSchema] | None = None
 
     def __get_pydantic_core_schema__(
         self, source: type, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         from pydantic_core import core_schema  # noqa: PLC0415  slow to import
 
-        return core_schema.no_info_after_validator_function(self.check, handler(source))
+        schema = handler(source) if self.build is None else self.build(source, handler)
+        if self.check is None:
+            return schema
+        return core_schema.no_info_after_validator_function(self.check, schema)
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {**handler(schema), **self.published}
+
+
+def About(text: str) -> Checked:  # noqa: N802 - stands in annotations, as types do
+    """Return the description of a key, for the published schema."""
+    return Checked(published={"description": text})
+
+
+def OneOf(choose: Callable[[Mapping[str, JsonValue]], str]) -> Checked:  # noqa: N802 - as above
+    """Return that a union of dataclasses has the one whose name `choose` returns for a value."""
+
+    def build(source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
+
+        choices = {kind.__name__: handler.generate_schema(kind) for kind in get_args(source)}
+        return core_schema.tagged_union_schema(choices, choose)
+
+    return Checked(build=build)
 
 
 def matches(pattern: str, expected: str = "") -> Checked:
@@ -119,65 +142,25 @@ FormatVersion: TypeAlias = Annotated[int, Checked(_check_version, {"const": 1})]
 Pattern: TypeAlias = Annotated[str, Checked(_check_pattern)]
 
 
-class _NotFinite:
-    """The texts of numbers that are not finite, as `str` writes them."""
+def _number(source: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+    """Take the texts of numbers that are not finite, as `str` writes them, for these."""
+    from pydantic_core import core_schema  # noqa: PLC0415  slow to import
 
-    def __get_pydantic_core_schema__(
-        self, source: type, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
+    def from_text(value: object) -> object:
+        return float(value) if value in ("inf", "-inf", "nan") else value
 
-        return core_schema.no_info_before_validator_function(_from_text, handler(source))
-
-
-def _from_text(value: object) -> object:
-    """Return a number for its text if it is not finite, any other value as it is."""
-    return float(value) if value in ("inf", "-inf", "nan") else value
+    return core_schema.no_info_before_validator_function(from_text, handler(source))
 
 
-Number: TypeAlias = Annotated[float, _NotFinite()]
+def _any_json(_: type, handler: GetCoreSchemaHandler) -> CoreSchema:
+    from pydantic import JsonValue as AnyValue  # noqa: PLC0415  slow to import
+
+    return handler.generate_schema(AnyValue)
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """The description of a key, for the published schema."""
-
-    text: str
-
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> JsonSchemaValue:
-        return {**handler(schema), "description": self.text}
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OneOf:
-    """A union of dataclasses, of which `choose` returns the name of one for a value."""
-
-    choose: Callable[[Mapping[str, JsonValue]], str]
-
-    def __get_pydantic_core_schema__(
-        self, source: type, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic_core import core_schema  # noqa: PLC0415  slow to import
-
-        choices = {kind.__name__: handler.generate_schema(kind) for kind in get_args(source)}
-        return core_schema.tagged_union_schema(choices, self.choose)
-
-
-class _AnyJson:
-    """The values of JSON."""
-
-    def __get_pydantic_core_schema__(
-        self, _source: type, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        from pydantic import JsonValue as AnyValue  # noqa: PLC0415  slow to import
-
-        return handler.generate_schema(AnyValue)
-
-
+Number: TypeAlias = Annotated[float, Checked(build=_number)]
 # What pydantic makes of JsonValue has no end.
-AnyJson: TypeAlias = Annotated[JsonValue, _AnyJson()]
+AnyJson: TypeAlias = Annotated[JsonValue, Checked(build=_any_json)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,33 +351,26 @@ def _problem(schema: _Schema, error: ErrorDetails) -> SchemaProblem:
     is_unknown = kind in _UNKNOWN
     if loc[-1:] == ("[key]",) and not is_unknown:
         loc = loc[:-1]  # the key itself is wrong
-    if kind == "json_invalid":
+    node, place = _node_at(schema, loc[:-1] if is_unknown else loc)
+    if is_unknown:
+        place = (*place, loc[-1])
+        text = f"unknown key, expected {one_of(loc[-1], cast('_Schema', node['properties']))}"
+    elif kind == "json_invalid":
         text = f"is no JSON: {error['ctx']['error']}"
     elif kind == "missing":
-        node, loc = _node_at(schema, loc)
-        is_fixed = "const" in node
-        expected = str(node["const"]) if is_fixed else _expected(schema, node, kind, None)
-        expected = f", expected {expected}" if is_fixed or "enum" in node else ""
-        text = f"is missing{expected}{_ADD}"
-    elif is_unknown:
-        node, above = _node_at(schema, loc[:-1])
-        keys = cast("_Schema", node["properties"])
-        text = f"unknown key, expected {one_of(loc[-1], keys)}"
-        loc = (*above, loc[-1])
-    elif kind == "value_error":
-        loc, problem = _node_at(schema, loc)[1], error["ctx"]["error"]
-        is_value = isinstance(problem, ExpectedError)
-        text = f"found {shown(found)}, expected {problem}" if is_value else str(problem)
+        is_word = "const" in node or "enum" in node
+        expected = str(node.get("const") or _expected(schema, node, kind, None))
+        text = f"is missing{f', expected {expected}' if is_word else ''}{_ADD}"
+    elif kind == "value_error" and not isinstance(error["ctx"]["error"], ExpectedError):
+        text = str(error["ctx"]["error"])
     else:
-        node, loc = _node_at(schema, loc)
-        is_pattern = kind == "string_pattern_mismatch"  # of a value, or of a key, which has no node
-        expected = (
-            f"a match of {error['ctx']['pattern']}"
-            if is_pattern
-            else _expected(schema, node, kind, found)
-        )
+        expected = _expected(schema, node, kind, found)
+        if kind == "value_error":
+            expected = str(error["ctx"]["error"])
+        if kind == "string_pattern_mismatch":  # of a value, or of a key, which has no node
+            expected = f"a match of {error['ctx']['pattern']}"
         text = f"found {shown(found)}, expected {expected}"
-    return SchemaProblem(path=loc, kind=kind, text=text)
+    return SchemaProblem(path=place, kind=kind, text=text)
 
 
 def _node_at(schema: _Schema, path: YamlPath) -> tuple[_Schema, YamlPath]:
@@ -477,10 +453,9 @@ def _built(kind: object, value: object) -> object:
         return None
     if isinstance(kind, type) and is_dataclass(kind):
         assert isinstance(value, dict)
-        hints = {
-            key: (name, hint) for name, hint in _hints(kind).items() for key in (name, key_of(name))
-        }
-        return kind(**dict(_fields_of(hints, value)))
+        hints = _hints(kind)
+        names = [(hints[key], one) for key, one in value.items()]
+        return kind(**{name: _built(hint, one) for (name, hint), one in names})
     if isinstance(kind, type) and issubclass(kind, Enum | Path):
         return kind(cast("str", value))
     arguments = get_args(kind)
@@ -493,15 +468,8 @@ def _built(kind: object, value: object) -> object:
     return value
 
 
-def _fields_of(
-    hints: Mapping[str, tuple[str, object]], value: Mapping[str, object]
-) -> Iterator[tuple[str, object]]:
-    """Yield the fields of a class from a mapping, with nested ones built."""
-    for key, one in value.items():
-        name, hint = hints[key]
-        yield name, _built(hint, one)
-
-
 @functools.cache
-def _hints(kind: type) -> dict[str, object]:
-    return get_type_hints(kind)
+def _hints(kind: type) -> dict[str, tuple[str, object]]:
+    """Return name and type of each field, by its name and by its key in files."""
+    hints = get_type_hints(kind).items()
+    return {key: (name, hint) for name, hint in hints for key in (name, key_of(name))}

@@ -18,19 +18,13 @@ from pytest_megatron.base.yaml import YamlDocument as CaseDocument
 from pytest_megatron.base.yaml import YamlError, parse_document, read_document
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.model import (
-    Provenance,
+    Golden,
     Series,
     find_not_finite,
-    parse_provenance,
     step_interval,
     without_unmeasured_end,
 )
-from pytest_megatron.workloads.golden.store import (
-    PATTERN,
-    GoldenDocument,
-    read_text,
-)
-from pytest_megatron.workloads.golden.store import parse_document as parse_golden_document
+from pytest_megatron.workloads.golden.store import PATTERN, parse_golden, read_text
 from pytest_megatron.workloads.recipe.case import (
     CASE_NAME,
     CASES,
@@ -59,13 +53,11 @@ class GoldenFile:
 
     Attributes:
         text: Its JSON, for the lines of findings.
-        provenance: Where it comes from, None where it does not say so.
     """
 
     path: Path
     text: str
-    document: GoldenDocument
-    provenance: Provenance | None
+    content: Golden
 
     def finding(
         self,
@@ -88,10 +80,10 @@ class GoldenFile:
 
 def check_content(golden: GoldenFile) -> Iterator[Finding]:
     """Yield values of the file that nothing can be compared with."""
-    generation = golden.document.generation
+    generation = golden.content.generation
     if generation is not None and (problem := find_not_finite(generation)):
         yield golden.finding("golden-unreadable", f"{problem}; record it again")
-    for name, series in golden.document.metrics.items():
+    for name, series in golden.content.metrics.items():
         if not len(series):
             message = f"{name}: no value; record it again"
             yield golden.finding("golden-unreadable", message, line=golden.line_of(name))
@@ -115,7 +107,7 @@ def _find_not_finite(name: str, series: Series) -> tuple[int, float | str] | Non
 
 def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
-    is_generation = golden.document.generation is not None
+    is_generation = golden.content.generation is not None
     mode = case.value.get("MODE", "pretraining")
     if is_generation != (mode == "inference"):
         kind = "the output of an inference program" if is_generation else "series of a training"
@@ -123,17 +115,17 @@ def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Findi
         yield golden.finding("golden-metric", message)
         return
     for name in compared_metrics(case):
-        if not _has_metric(golden.document, name):
+        if not _has_metric(golden.content, name):
             message = f"{case.file} compares {name!r}, which is not here; record it again"
             yield golden.finding("golden-metric", message)
     yield from _check_end(golden, case)
 
 
-def _has_metric(document: GoldenDocument, name: str) -> bool:
+def _has_metric(golden: Golden, name: str) -> bool:
     """Return whether a golden has a metric, under either of its names."""
-    if document.generation is not None:
-        return document.generation.has(name)
-    return name in document.metrics or name.replace("-", " ") in document.metrics
+    if golden.generation is not None:
+        return golden.generation.has(name)
+    return name in golden.metrics or name.replace("-", " ") in golden.metrics
 
 
 def _check_end(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
@@ -142,7 +134,7 @@ def _check_end(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
     if last is None:
         return
     ends: dict[int, list[str]] = {}
-    for name, series in golden.document.metrics.items():
+    for name, series in golden.content.metrics.items():
         is_open = name in _MAY_BE_UNMEASURED or case.value.get("TEST_TYPE") == _ENDED_BY_TIME
         steps = (series if is_open else without_unmeasured_end(series)).steps
         if steps and steps[-1] + step_interval(series.steps) <= last:
@@ -164,7 +156,7 @@ def check_origin(
         rows: Those that read the golden.
         root: The project, whose git has the case as it was.
     """
-    provenance = golden.provenance
+    provenance = golden.content.provenance
     if provenance is None or not rows:
         return
     now = [fingerprint(row, None if case is None else case.value) for row in rows]
@@ -336,16 +328,14 @@ class _Linter:
         try:
             text = read_text(path)
             self.num_bytes += len(text)
-            document = parse_golden_document(text, str(path))
-            origin = document.provenance
-            provenance = None if origin is None else parse_provenance(origin, str(path))
+            golden = parse_golden(text, str(path))
         except GoldenError as error:
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
             finding = Finding(file=path, line=line, rule="golden-unreadable", message=error.problem)
             self.findings.append(finding)
             return None
-        return GoldenFile(path=path, text=text, document=document, provenance=provenance)
+        return GoldenFile(path=path, text=text, content=golden)
 
     def _case_at(self, path: Path) -> CaseDocument | None:
         """Return a case, read once; None if it is not there."""

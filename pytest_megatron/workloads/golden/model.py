@@ -342,20 +342,6 @@ def is_finite(value: Value | None) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MetricsFile:
-    """One file that metrics were read from.
-
-    Attributes:
-        num_records: Whole records in it: events of TensorBoard, lines of a JSON-lines file.
-        torn_at: Byte offset of a last record that was not written to its end, or None.
-    """
-
-    path: str
-    num_records: int
-    torn_at: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredValues:
     """The metrics of a run or a golden.
 
@@ -371,14 +357,12 @@ class MeasuredValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed(MeasuredValues):
-    """The values of one attempt, and the files they are from.
+    """The values of one attempt.
 
     Attributes:
-        files: In the order in which they were merged.
         disagreements: Metrics that have two values at a step, of which the first is here.
     """
 
-    files: tuple[MetricsFile, ...] = ()
     disagreements: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import (
@@ -35,10 +34,9 @@ from pytest_megatron.workloads.golden.formats.rows import lines_of
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
 from pytest_megatron.workloads.golden.model import (
     AS_BLOCK,
+    Generation,
     Golden,
-    MeasuredValues,
     MetricMap,
-    MetricsFile,
     Observed,
     Series,
     Value,
@@ -144,7 +142,6 @@ def read_json_lines(path: Path) -> Observed:
         notes.append(f"{path}: {counted(num_repeated, 'value')} more than once, each time the same")
     return Observed(
         metrics=curves.metrics,
-        files=(MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at),),
         notes=tuple(notes),
         disagreements=curves.disagreements,
     )
@@ -208,14 +205,15 @@ def parse_golden(text: str, where: str) -> Golden:
     Raises:
         GoldenError: The text is refused, as `read_golden` does; `where` names the place.
     """
-    document = parse_document(text, where)
-    provenance = document.provenance
+    value, notes = _load_object(text, where)
+    origin = value.pop(PROVENANCE_KEY, None)
+    metrics, generation = _content_of(value, where, notes)
     return Golden(
         path=where,
-        metrics=document.metrics,
-        provenance=None if provenance is None else parse_provenance(provenance, where),
-        notes=document.notes,
-        generation=document.generation,
+        metrics=metrics,
+        provenance=None if origin is None else parse_provenance(origin, where),
+        notes=tuple(notes),
+        generation=generation,
     )
 
 
@@ -270,15 +268,10 @@ def read_metrics(path: Path) -> Observed:
     if path.suffix == ".jsonl":
         return read_json_lines(path)
     try:
-        document = parse_document(read_text(path), str(path))
+        found = read_golden(path)
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
-    return Observed(
-        metrics=document.metrics,
-        files=(MetricsFile(path=str(path), num_records=len(document.metrics)),),
-        notes=document.notes,
-        generation=document.generation,
-    )
+    return Observed(metrics=found.metrics, notes=found.notes, generation=found.generation)
 
 
 def read_text(path: Path) -> str:
@@ -300,7 +293,7 @@ def read_text(path: Path) -> str:
 PATTERN = f"{GOLDEN_PREFIX}*.json"
 
 
-def load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
+def _load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
     """Return the JSON object in a text, and notes on unusual forms.
 
     The object may stand in a JSON string, as some of Megatron-LM's tools write it.
@@ -387,53 +380,22 @@ _IS_STEP = re.compile(rf"[0-9]{{1,{_MAX_STEP_DIGITS}}}").fullmatch
 _VALUE_TYPES = {float, str}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenDocument(MeasuredValues):
-    """The content of a metric-map file.
-
-    Attributes:
-        provenance: The value of `_provenance` as it stands there, or None.
-    """
-
-    provenance: JsonValue
-
-
-def parse_document(text: str, where: str) -> GoldenDocument:
-    """Return the metrics in the text of a golden or a metric-map file.
-
-    Raises:
-        GoldenError: The text is empty, is not JSON (with line and column), or is JSON of another
-            kind: an empty object, JSON lines, a performance baseline, a
-            block with impossible steps or values. `where` names the file.
-    """
-    value, notes = load_object(text, where)
-    return document_of(value, where, notes)
-
-
-def document_of(
-    value: dict[str, JsonValue], where: str, notes: Sequence[str] = ()
-) -> GoldenDocument:
-    """Return the metrics in the JSON object of a golden or a metric-map file.
+def _content_of(
+    value: dict[str, JsonValue], where: str, notes: list[str]
+) -> tuple[dict[str, Series], Generation | None]:
+    """Return the metrics, or the output of an inference program, in the JSON object of a golden.
 
     Args:
-        value: Value from `load_object`.
+        value: Without its provenance.
         where: The file, for messages.
-        notes: Earlier notes on the file.
+        notes: Those on the file so far; others are added.
 
     Raises:
-        GoldenError: The value is refused, see `parse_document`.
+        GoldenError: The value is refused, see `read_golden`.
     """
-    notes = list(notes)
-    provenance = value.get(PROVENANCE_KEY)
-    value = {name: part for name, part in value.items() if name != PROVENANCE_KEY}
-    blocks = {k: v for k, v in value.items() if isinstance(v, dict) and "values" in v}
+    blocks = {k: v for k, v in value.items() if isinstance(v, dict) and is_block(v)}
     if not blocks and is_generation(value):
-        return GoldenDocument(
-            metrics={},
-            provenance=provenance,
-            notes=tuple(notes),
-            generation=parse_generation(value, where),
-        )
+        return {}, parse_generation(value, where)
     if not value:
         raise GoldenError(
             where, "holds no metric ({}), expected an object of metrics; record it again"
@@ -449,7 +411,7 @@ def document_of(
             notes.append(f"{name!r} is one number, not a metric; ignored")
         else:
             raise GoldenError(where, f"{name!r} is no metric block: it has no 'values'")
-    return GoldenDocument(metrics=metrics, provenance=provenance, notes=tuple(notes))
+    return metrics, None
 
 
 def metrics_to_json(metrics: MetricMap) -> dict[str, JsonValue]:

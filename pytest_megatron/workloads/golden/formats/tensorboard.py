@@ -25,7 +25,7 @@ from typing import TypeAlias
 from pytest_megatron.base.crc32c import masked_crc32c
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.workloads.golden.formats.curves import Curves, is_same, joined, two_values
-from pytest_megatron.workloads.golden.model import Disagreements, MetricsFile, Observed
+from pytest_megatron.workloads.golden.model import Disagreements, Observed
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Field numbers, by message.
@@ -208,6 +208,8 @@ _NUM_HEADER_BYTES = 12
 _NUM_CRC_BYTES = 4
 _STEP_AT = STEP_KEY_AT + 1
 _SCALARS: TypeAlias = dict[str, dict[int, float]]
+# Their number in a file, and the byte offset of a last one that was not written to its end.
+_Records: TypeAlias = tuple[int, int | None]
 
 
 def find_event_files(path: Path) -> list[Path]:
@@ -238,35 +240,37 @@ def read_tensorboard(path: Path) -> Observed:
         )
     curves, files = read_event_files(paths)
     if not len(curves):
-        num_records = sum(file.num_records for file in files)
+        num_records = sum(number for number, _ in files.values())
         raise MetricsError(
             str(path),
             f"no metrics: {len(files)} event file(s) with {num_records} records and no scalar",
         )
-    torn = [file for file in files if file.torn_at is not None]
     return Observed(
         metrics=curves.metrics,
-        files=files,
         notes=tuple(
-            f"{file.path}: the last record, at byte {file.torn_at}, is torn; dropped"
-            for file in torn
+            f"{file}: the last record, at byte {torn_at}, is torn; dropped"
+            for file, (_, torn_at) in files.items()
+            if torn_at is not None
         ),
         disagreements=curves.disagreements,
     )
 
 
-def read_event_files(paths: Iterable[Path]) -> tuple[Curves, tuple[MetricsFile, ...]]:
+def read_event_files(paths: Iterable[Path]) -> tuple[Curves, dict[str, _Records]]:
     """Read every scalar of some event files, as `read_tensorboard` does.
+
+    Returns:
+        Them, and for each file the number of records and the offset of a torn last one.
 
     Raises:
         MetricsError: A file cannot be read, or is damaged.
     """
     found = {str(path): _read_file(path) for path in paths}
     parts = {where: curves for where, (curves, _) in found.items()}
-    return joined(parts), tuple(file for _, file in found.values())
+    return joined(parts), {path: records for path, (_, records) in found.items()}
 
 
-def _read_file(path: Path) -> tuple[Curves, MetricsFile]:
+def _read_file(path: Path) -> tuple[Curves, _Records]:
     """Read the scalars of an event file."""
     try:
         data = path.read_bytes()
@@ -274,12 +278,11 @@ def _read_file(path: Path) -> tuple[Curves, MetricsFile]:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
     scalars: _SCALARS = {}
     odd: Disagreements = {}
-    num_records, torn_at = _scan(data, scalars, odd, str(path))
-    file = MetricsFile(path=str(path), num_records=num_records, torn_at=torn_at)
-    return Curves.of(scalars, odd), file
+    records = _scan(data, scalars, odd, str(path))
+    return Curves.of(scalars, odd), records
 
 
-def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> tuple[int, int | None]:
+def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> _Records:
     """Walk the records of `data` into `scalars`; return their number and the offset of a torn one.
 
     This is the hot loop of reading: one dictionary look-up for the length, one for the kind of

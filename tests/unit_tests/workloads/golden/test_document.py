@@ -11,10 +11,9 @@ import pytest
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.build import series_in
-from pytest_megatron.workloads.golden.model import Value, series_of, to_float32
+from pytest_megatron.workloads.golden.model import Provenance, Value, series_of, to_float32
 from pytest_megatron.workloads.golden.store import (
     metrics_to_json,
-    parse_document,
     parse_golden,
     shortest,
 )
@@ -25,22 +24,22 @@ def block(values: JsonValue, **more: JsonValue) -> dict[str, JsonValue]:
 
 
 def values_of(document: JsonValue) -> dict[int, Value]:
-    return dict(parse_document(json.dumps(document), "g.json").metrics["lm loss"].items())
+    return dict(parse_golden(json.dumps(document), "g.json").metrics["lm loss"].items())
 
 
 def test_a_metric_map_is_read_in_order_of_steps() -> None:
-    document = parse_document(
+    document = parse_golden(
         json.dumps({"lm loss": block({"10": 3, "1": 4.5, "5": "nan"}), "_provenance": {"a": 1}}),
         "g.json",
     )
     assert list(document.metrics["lm loss"].items()) == [(1, 4.5), (5, "nan"), (10, 3.0)]
     assert not document.metrics["lm loss"].is_full_precision
-    assert (document.provenance, document.notes) == ({"a": 1}, ())
+    assert (document.provenance, document.notes) == (Provenance(extra={"a": 1}), ())
 
 
 def test_a_list_of_values_stands_at_start_and_interval() -> None:
     text = json.dumps({"lm loss": block([3.0, 2.0], start_step=0), "iteration_timing_avg": 0.4})
-    document = parse_document(text, "g.json")
+    document = parse_golden(text, "g.json")
     assert dict(document.metrics["lm loss"].items()) == {0: 3.0, 5: 2.0}
     assert document.notes == (
         "lm loss: a list of values, read as steps 0, 5, ...",
@@ -50,20 +49,20 @@ def test_a_list_of_values_stands_at_start_and_interval() -> None:
 
 def test_value_precision_is_read_and_an_unknown_one_noted() -> None:
     full = {"lm loss": block({"1": 1.0}, value_precision="full")}
-    assert parse_document(json.dumps(full), "g").metrics["lm loss"].is_full_precision
-    odd = parse_document(json.dumps({"a": block({"1": 1.0}, value_precision="half")}), "g")
+    assert parse_golden(json.dumps(full), "g").metrics["lm loss"].is_full_precision
+    odd = parse_golden(json.dumps({"a": block({"1": 1.0}, value_precision="half")}), "g")
     assert odd.notes == ("a: unknown value_precision 'half', read as five decimals",)
 
 
 def test_json_inside_a_json_string_is_decoded_twice() -> None:
     inner = json.dumps({"lm loss": block({"1": 1.0})})
-    document = parse_document(json.dumps(inner), "g.json")
+    document = parse_golden(json.dumps(inner), "g.json")
     assert dict(document.metrics["lm loss"].items()) == {1: 1.0}
     assert document.notes == ("JSON inside a JSON string, decoded twice",)
 
 
 def test_bare_literals_are_read_and_noted() -> None:
-    document = parse_document('{"a": {"values": {"1": NaN, "2": Infinity, "3": NaN}}}', "g.json")
+    document = parse_golden('{"a": {"values": {"1": NaN, "2": Infinity, "3": NaN}}}', "g.json")
     assert [str(v) for v in document.metrics["a"].values] == ["nan", "inf", "nan"]
     assert document.notes == ("3 bare Infinity, NaN literal(s), which are not JSON",)
 
@@ -165,7 +164,7 @@ def test_bare_literals_are_read_and_noted() -> None:
 )
 def test_what_is_no_golden_is_named(text: str, message: str) -> None:
     with pytest.raises(GoldenError) as caught:
-        parse_document(text, "g.json")
+        parse_golden(text, "g.json")
     if "trailing comma" in message:  # Python 3.13 words and places it differently
         assert str(caught.value).startswith("g.json:")
     else:
@@ -276,7 +275,7 @@ def test_another_type_anywhere_is_read_or_is_one_error_of_the_file(golden: JsonV
 def test_the_types_of_a_block_are_named() -> None:
     text = '{"a": {"values": {"1": 1.0}, "value_precision": ["full"]}}'
     with pytest.raises(GoldenError, match="a: 'value_precision' is list of 1, expected text"):
-        parse_document(text, "g.json")
+        parse_golden(text, "g.json")
     text = '{"a": {"values": {"1": 1.0}, "step_interval": "1"}}'
     with pytest.raises(GoldenError, match="a: 'step_interval' is str '1', expected a whole number"):
-        parse_document(text, "g.json")
+        parse_golden(text, "g.json")

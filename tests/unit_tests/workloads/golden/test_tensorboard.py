@@ -16,7 +16,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from pytest_megatron.errors import MetricsError
 from pytest_megatron.workloads.golden.formats.tensorboard import read_tensorboard
-from pytest_megatron.workloads.golden.model import MetricsFile
 
 
 def simple(tag: str, value: float) -> Summary.Value:
@@ -144,10 +143,6 @@ def test_several_files_are_one_where_they_agree(tmp_path: Path) -> None:
     observed = read_tensorboard(tmp_path)
     assert dict(observed.metrics["lm loss"].items()) == {1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0}
     assert observed.disagreements == {}
-    assert observed.files == (
-        MetricsFile(path=str(first), num_records=4),
-        MetricsFile(path=str(later), num_records=4),
-    )
     write_events(first, event(3, simple("lm loss", 1.0)))
     text = f"step 3 has two values of 'lm loss', 2.0 here and 1.0 in {first}; have one rank"
     where, problem = read_tensorboard(tmp_path).disagreements["lm loss"]
@@ -162,15 +157,14 @@ def test_a_torn_last_record_is_dropped_and_reported(tmp_path: Path, num_bytes_cu
     whole = path.read_bytes()
     path.write_bytes(whole[:-num_bytes_cut])
     observed = read_tensorboard(path)
-    torn_at = observed.files[0].torn_at
     assert observed.metrics["lm loss"].steps == (1,)
-    assert torn_at is not None
-    assert observed.notes == (f"{path}: the last record, at byte {torn_at}, is torn; dropped",)
+    (note,) = observed.notes
+    assert re.fullmatch(rf"{path}: the last record, at byte [1-9]\d*, is torn; dropped", note)
 
 
 def test_a_file_that_ends_between_records_is_not_torn(tmp_path: Path) -> None:
     path = write_events(tmp_path / "events.out.tfevents.1.h", event(1, simple("lm loss", 1.0)))
-    assert read_tensorboard(path).files == (MetricsFile(path=str(path), num_records=2),)
+    assert read_tensorboard(path).notes == ()
 
 
 def test_a_damaged_length_is_an_error_with_its_offset(tmp_path: Path) -> None:

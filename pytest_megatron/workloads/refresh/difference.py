@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from pytest_megatron.runs.record import Deviation
 from pytest_megatron.workloads.golden.build import series_in
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.inference import LOGPROB_ABSOLUTE
@@ -16,11 +17,10 @@ from pytest_megatron.workloads.golden.model import (
     MetricMap,
     Provenance,
     Series,
-    Value,
     environment_of,
-    is_finite,
     is_loss,
     is_same,
+    series_of,
 )
 from pytest_megatron.workloads.golden.policy import (
     ComparisonPolicy,
@@ -80,7 +80,8 @@ class MetricDifference:
         mean: Mean of (old - new) / old over the steps at which both have a finite number and the
             old one is not zero, as Megatron-LM's script has it; None without such steps. Steps
             that differ both ways cancel in it.
-        deviations: Step to (new - old) / |old|, where both have a finite number.
+        deviation: Of the new values from the old ones.
+        signed: Mean of (new - old) / |old|: positive means that the values grew.
         is_outside: The band of the policy would refuse the new values against the old golden.
     """
 
@@ -90,7 +91,8 @@ class MetricDifference:
     num_changed: int = 0
     first_step: int | None = None
     mean: float | None = None
-    deviations: Mapping[int, float] = field(default_factory=dict)
+    deviation: Deviation = field(default_factory=Deviation)
+    signed: float = 0.0
     is_outside: bool = False
 
     @property
@@ -107,28 +109,15 @@ class MetricDifference:
 
     @property
     def largest(self) -> float:
-        """Largest |deviation|."""
-        return max(map(abs, self.deviations.values()), default=0.0)
-
-    @property
-    def worst_step(self) -> int | None:
-        """The step of the largest deviation; None if nothing deviates."""
-        if not self.largest:
-            return None
-        return max(self.deviations, key=lambda step: abs(self.deviations[step]))
-
-    @property
-    def mean_signed(self) -> float:
-        """Mean deviation with its sign: positive means that the values grew."""
-        finite = [d for d in self.deviations.values() if math.isfinite(d)]
-        return math.fsum(finite) / len(finite) if finite else 0.0
+        """Largest relative deviation."""
+        return self.deviation.largest_relative
 
     @property
     def trend(self) -> Trend:
         """The direction of a quantity of which less is better."""
-        if abs(self.mean_signed) < NOISE:
+        if abs(self.signed) < NOISE:
             return Trend.SAME
-        return Trend.WORSE if self.mean_signed > 0 else Trend.BETTER
+        return Trend.WORSE if self.signed > 0 else Trend.BETTER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +154,7 @@ class FileDifference:
     def trend(self) -> Trend | None:
         """The direction of the golden's loss; None without a loss that changes."""
         found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]
-        return max(found, key=lambda m: abs(m.mean_signed)).trend if found else None
+        return max(found, key=lambda m: abs(m.signed)).trend if found else None
 
 
 def differ(
@@ -206,37 +195,34 @@ def differ(
 def _difference(
     name: str, old: Series | None, new: Series | None, *, is_outside: bool
 ) -> MetricDifference:
-    """Return how a metric differs between two goldens."""
-    before: dict[int, Value] = {} if old is None else dict(old.items())
-    after: dict[int, Value] = {} if new is None else dict(new.items())
-    deviations: dict[int, float] = {}
-    for step in sorted(before.keys() & after.keys()):
-        a, b = before[step], after[step]
-        if isinstance(a, float) and isinstance(b, float) and is_finite(a) and is_finite(b):
-            deviations[step] = relative(b, a)
+    """Return how a metric differs between two goldens.
+
+    Source: Megatron-LM tests/test_utils/python_scripts/compare_golden_values_kl.py,
+    compare_metric(), d98e8a64dd, for the mean.
+    """
+    from pytest_megatron.workloads.golden.compare.points import (  # noqa: PLC0415 - numpy
+        measure,
+        shared_points,
+    )
+
+    old, new = old or series_of({}), new or series_of({})
+    before, after, points = dict(old.items()), dict(new.items()), shared_points(old, new)
     steps = sorted(before.keys() | after.keys())
     changed = [step for step in steps if not is_same(before.get(step), after.get(step))]
+    pairs = list(zip(points.golden.tolist(), points.observed.tolist(), strict=True))
+    means = [(a - b) / a for a, b in pairs if abs(a) >= _ZERO]
+    signed = [part for a, b in pairs if math.isfinite(part := relative(b, a))]
     return MetricDifference(
         metric=name,
         num_old=len(before),
         num_new=len(after),
         num_changed=len(changed),
         first_step=changed[0] if changed else None,
-        mean=_mean(before, after, deviations),
-        deviations=deviations,
+        mean=sum(means) / len(means) if means else None,
+        deviation=measure(points),
+        signed=math.fsum(signed) / len(signed) if signed else 0.0,
         is_outside=is_outside,
     )
-
-
-def _mean(old: Mapping[int, Value], new: Mapping[int, Value], steps: Iterable[int]) -> float | None:
-    """Return the mean relative difference of the steps; see `MetricDifference`.
-
-    Source: Megatron-LM tests/test_utils/python_scripts/compare_golden_values_kl.py,
-    compare_metric(), d98e8a64dd.
-    """
-    pairs = [(float(old[step]), float(new[step])) for step in steps]
-    found = [(a - b) / a for a, b in pairs if abs(a) >= _ZERO]
-    return sum(found) / len(found) if found else None
 
 
 def _outside(old: Golden | None, new: Golden | None) -> frozenset[str]:

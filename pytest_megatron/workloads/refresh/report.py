@@ -100,7 +100,7 @@ def commit_message(differences: Sequence[FileDifference], *, reason: str | None 
         metric = max(worst.metrics, key=lambda m: m.largest)
         lines.append(
             f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "
-            f"{metric.worst_step} of {worst.path}"
+            f"{metric.deviation.worst_step} of {worst.path}"
         )
     return plain("\n".join(lines)) + "\n"
 
@@ -156,7 +156,7 @@ def _cells(metric: MetricDifference) -> tuple[str, ...]:
         metric.metric,
         " -> ".join(steps),
         _mean(metric.mean),
-        f"{metric.largest:.1e}" if metric.deviations else "-",
+        f"{metric.largest:.1e}" if metric.deviation.num_compared else "-",
         "-" if metric.first_step is None else str(metric.first_step),
         metric.change.value,
     )
@@ -193,7 +193,7 @@ def _metric_json(metric: MetricDifference) -> JsonValue:
         "num_changed": metric.num_changed,
         "mean_relative_difference": None if metric.mean is None else _number(metric.mean),
         "largest": _number(metric.largest),
-        "worst_step": metric.worst_step,
+        "worst_step": metric.deviation.worst_step,
         "first_step": metric.first_step,
     }
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from pytest_megatron.base.text import counted, none_or
 from pytest_megatron.runs.record import RecordedBand
 from pytest_megatron.workloads.golden.compare.points import (
+    Numbers,
     align,
     first_difference,
     measure,
@@ -29,7 +31,7 @@ from pytest_megatron.workloads.golden.compare.result import (
     StepDifference,
     band_of,
 )
-from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series, Value
+from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 
 DEFAULT_METRICS = ("lm loss", "num-zeros")
@@ -65,6 +67,7 @@ _LAST_STEP_OF_SHORT = 25
 _NUM_FALLBACK_STEPS = 4
 
 
+@np.errstate(all="ignore")
 def compare_like_megatron(
     golden: Golden,
     observed: MetricMap,
@@ -169,10 +172,12 @@ def _judge(comparison: Comparison, golden: Series, observed: Series, tests: _Tes
 def _failing(golden: Series, observed: Series, rtol: float) -> list[StepDifference]:
     """Return the golden steps that are not close; a step missing in the run is infinite."""
     at = dict(observed.items())
+    got, expected = _values(golden.steps, observed, golden)
+    is_close = np.isclose(got, expected, rtol, atol=0)
     return [
         StepDifference(step=step, observed=at.get(step), golden=value, tolerance=rtol)
-        for step, value in golden.items()
-        if not _is_close(_number(at.get(step)), _number(value), rtol)
+        for (step, value), is_same in zip(golden.items(), is_close, strict=True)
+        if not is_same
     ]
 
 
@@ -190,14 +195,10 @@ def _judge_time(
     if not steps:
         notes = (f"it has no finite value from step {start} on",)
         return replace(comparison, rule=ComparisonRule.GOLDEN_UNUSABLE, notes=notes)
-    ours, theirs = dict(golden.items()), dict(observed.items())
-    summary = SeriesSummary(
-        name=f"median of steps {steps[0]} to {steps[-1]}",
-        observed=_median([_number(theirs.get(s)) for s in steps]),
-        golden=_median([_number(ours[s]) for s in steps]),
-        tolerance=rtol,
-    )
-    passed = _is_close(summary.observed, summary.golden, rtol)
+    ours, theirs = (float(np.median(values)) for values in _values(steps, observed, golden))
+    name = f"median of steps {steps[0]} to {steps[-1]}"
+    summary = SeriesSummary(name=name, observed=ours, golden=theirs, tolerance=rtol)
+    passed = bool(np.isclose(ours, theirs, rtol, atol=0))
     return replace(comparison, passed=passed, rule=ComparisonRule.APPROXIMATE, summary=summary)
 
 
@@ -215,18 +216,9 @@ def _refused_by_extraction(golden: Series, observed: Series) -> StepDifference |
     return None
 
 
-def _number(value: Value | None) -> float:
-    """Return a value as that comparison sees it: missing and any text are infinite."""
-    return value if isinstance(value, float) else math.inf
-
-
-def _is_close(observed: float, golden: float, rtol: float) -> bool:
-    """Return numpy.isclose(observed, golden, rtol, atol=0)."""
-    if observed == golden:
-        return True
-    return math.isfinite(golden) and abs(observed - golden) <= rtol * abs(golden)
-
-
-def _median(values: list[float]) -> float:
-    """Return numpy.median: nan if there is one, or if the middle is between inf and -inf."""
-    return math.nan if any(math.isnan(v) for v in values) else statistics.median(values)
+def _values(steps: Sequence[int], *series: Series) -> Iterator[Numbers]:
+    """Yield values as that comparison sees them: missing and any text are infinite."""
+    for one in series:
+        at = dict(one.items())
+        found = (at.get(step) for step in steps)
+        yield np.array([v if isinstance(v, float) else math.inf for v in found])

@@ -19,7 +19,6 @@ from pytest_megatron.engines.slurm.states import JobFiles
 from pytest_megatron.engines.slurm.submit import SlurmSettings
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import AttemptDirs, item_dirs
-from pytest_megatron.runs.ledger import RunLedger
 from pytest_megatron.workloads.engine.api import EngineContext
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path, read_golden
@@ -30,8 +29,8 @@ from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import Progress
 from pytest_megatron.workloads.verdict.attempt import Attempt, Verdict
 from pytest_megatron.workloads.verdict.compare import judge
-from pytest_megatron.workloads.verdict.driver import Repeat, begin, conclude
-from pytest_megatron.workloads.verdict.job import WorkloadJob, check_job
+from pytest_megatron.workloads.verdict.driver import Repeat, begin
+from pytest_megatron.workloads.verdict.job import Training, WorkloadJob, check_job
 from pytest_megatron.workloads.verdict.retry import RetryPolicy
 from pytest_megatron.workloads.verdict.scheduler import QueuedWorkload, WorkEnd, WorkloadScheduler
 from simulated.cluster import Cluster, Fate, SimulatedJob, State
@@ -98,14 +97,9 @@ class _Silent:
 class _Retries:
     """Further attempts of one workload, all of which the run grants."""
 
-    def __init__(self, ledger: RunLedger, name: str) -> None:
-        self._ledger = ledger
-        self._name = name
-
     def claim(self, attempt: Attempt) -> str | None:
         """Take one."""
-        assert attempt.cause is not None
-        return self._ledger.claim(self._name, "simulated")
+        return None if attempt.cause is not None else "it was clean"
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Take no notice."""
@@ -141,7 +135,6 @@ class Simulation:
         run_dir.mkdir()
         self._context = EngineContext(root=root, run_dir=run_dir, facts=self._facts, env={})
         self._journal = Journal.open(self._context.engine_dir)
-        self._ledger = RunLedger(run_dir=run_dir, max_retries=len(works))
         self._policy = policy_named("strict")
         self.found = Found()
         self.cluster = Cluster(num_nodes, 8, self._fate_of, self._on_end)
@@ -213,16 +206,14 @@ class Simulation:
         )
         job.dirs.root.mkdir()
         self._begun[name] = job
-        return begin(check_job(job), self._facts, _Silent(), _Retries(self._ledger, name))
+        return begin(check_job(job), self._facts, _Silent(), _Retries())
 
     def _verdict(self, end: WorkEnd) -> str:
         """Judge a workload that ended, as a session does."""
         if end.error is not None:
             raise end.error
         job = self._begun.pop(end.name)
-        training = conclude(job, end.ends)
-        is_broken = training.verdict is Verdict.BROKEN
-        self._ledger.note_end(end.name, "simulated" if is_broken else None)
+        training = Training(job=job, attempts=end.attempts)
         if training.verdict in (Verdict.PASSED, Verdict.FLAKY):
             golden = read_golden(golden_path(self._root, job.workload))
             if judge(training, golden, self._policy, self._facts).failed:

@@ -29,7 +29,7 @@ from pytest_megatron.workloads.items.report import (
     uncaptured,
 )
 from pytest_megatron.workloads.training.run.runner import Progress, parse_progress
-from pytest_megatron.workloads.verdict.driver import Repeat, begin, conclude
+from pytest_megatron.workloads.verdict.driver import Repeat, begin
 from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
 from pytest_megatron.workloads.verdict.scheduler import (
     QueuedWorkload,
@@ -254,7 +254,7 @@ class QueuePlugin:
             raise end.error
         assert begun is not None
         job, retries = begun
-        training = conclude(job, end.ends)
+        training = Training(job=job, attempts=end.attempts)
         retries.note_end(training)
         self._took_s[end.name] = training.duration_s
         return training

@@ -528,8 +528,7 @@ class ItemRetries:
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from the run's budget."""
-        signature = _signature_of(attempt) or ""
-        return self._session.ledger.claim(self._node_id, signature, attempt.suspects)
+        return self._session.retries.claim(_signature_of(attempt) or "", attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why a workload is tried again, and when."""
@@ -543,7 +542,7 @@ class ItemRetries:
         """Count the item, and print a line if machine or network fail the whole run."""
         is_broken = training.verdict is Verdict.BROKEN
         broken_by = _signature_of(training.attempts[-1]) if is_broken else None
-        if text := self._session.ledger.note_end(self._node_id, broken_by):
+        if text := self._session.retries.note_end(self._node_id, broken_by):
             self._live.on_lines([f"megatron: {text}"])
 
 

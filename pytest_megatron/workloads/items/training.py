@@ -93,6 +93,9 @@ class ResultsPlugin:
         if not isinstance(record, RecordedWorkload):
             return
         self._records[report.nodeid] = record
+        if record.attempts:  # also of workers
+            broken_by = record.attempts[-1].signature if record.verdict == "broken" else None
+            self._session.retries.note_end(report.nodeid, broken_by)
         self._file.keep(report.nodeid, record)
         self._file.update()
 
@@ -106,7 +109,7 @@ class ResultsPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and the state of goldens."""
         lines = list(self._goldens.lines)
-        if self._records and (text := self._session.ledger.infrastructure()):
+        if self._records and (text := self._session.retries.infrastructure()):
             lines.insert(0, f"megatron: {text}")
         if self._file.problem is not None:
             lines.append(f"run.json is not complete: {self._file.problem}")
@@ -348,19 +351,16 @@ class TrainingPlugin(RecordCarrier):
     ) -> RecordedWorkload:
         """Return the record of a judged workload, with the expectation of its case applied."""
         job = training.job
-        found = evaluate(job.case, problem)
-        if found.is_expected:
-            verdict = Verdict.PASSED
-        else:
-            verdict = training.verdict if found.problem is None else Verdict.FAILED
-        shown = None if found.problem is None else self._session.shorten(found.problem)
+        found, is_expected = evaluate(job.case, problem)
+        verdict = training.verdict if found is None else Verdict.FAILED
+        shown = None if found is None else self._session.shorten(found)
         is_uncompared = self._session.options.golden == "off" or job.setting.is_lightweight
         return item_record(
             training,
             judgement,
-            verdict=verdict,
+            verdict=Verdict.PASSED if is_expected else verdict,
             problem=shown,
-            is_expected=found.is_expected,
+            is_expected=is_expected,
             is_uncompared=is_uncompared,
         )
 

@@ -255,6 +255,7 @@ class Attempt:
         suspects: The machines that failed under it, where it was theirs.
         note: What is odd about one that trained as it should, or None.
         lost_s: Time that it ran, where no phase left its end.
+        stopped: Why there is no attempt after it, although its cause is transient.
     """
 
     repeat: int
@@ -271,6 +272,7 @@ class Attempt:
     suspects: tuple[str, ...] = ()
     note: str | None = None
     lost_s: float = 0.0
+    stopped: str | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -722,35 +724,24 @@ def decide_training(attempts: Sequence[Attempt]) -> Verdict:
     return Verdict.FLAKY if len(attempts) > len(final) else Verdict.PASSED
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluated:
-    """What is left of a problem once it is known what was expected.
+def evaluate(case: WorkloadCase | None, problem: str | None) -> tuple[str | None, bool]:
+    """Return why a judged workload does not pass, and whether that was expected.
 
-    Attributes:
-        problem: Why the workload does not pass, or None.
-        is_expected: Whether it failed as it was expected to.
-    """
-
-    problem: str | None
-    is_expected: bool = False
-
-
-def evaluate(case: WorkloadCase | None, problem: str | None) -> Evaluated:
-    """Return what a judged workload comes to; a broken one must not be brought here.
+    A broken one must not be brought here.
 
     Args:
         case: None for a row with a script.
         problem: Why it failed, evidence included; None if it passed.
     """
     if case is None or case.evaluation is Evaluation.PASS:
-        return Evaluated(problem=problem)
+        return problem, False
     if problem is None:
         text = (
             "passed, but TEST_EVALUATION is xpass, so it was expected to fail; "
             f"if that is fixed, remove TEST_EVALUATION from {case.path}"
         )
-        return Evaluated(problem=text)
+        return text, False
     pattern = case.expected_failure
     if pattern is None or re.search(pattern, problem):
-        return Evaluated(problem=problem, is_expected=True)
-    return Evaluated(problem=f"{problem}\nnot the failure that was expected: {pattern!r}")
+        return problem, True
+    return f"{problem}\nnot the failure that was expected: {pattern!r}", False

@@ -13,7 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -44,7 +44,6 @@ from pytest_megatron.workloads.training.run.runner import (
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
     FailureCause,
-    decide_training,
     judge_generation,
     judge_metrics,
     note_triage,
@@ -71,20 +70,8 @@ class Retries(Protocol):
         """Learn of an attempt that failed, and how many seconds the next one waits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepeatEnd:
-    """End of a repeat.
-
-    Attributes:
-        attempts: At least one; the last is clean, or not worth another one.
-        stopped: Why there was no further attempt although the last cause is transient, or None.
-    """
-
-    attempts: tuple[Attempt, ...]
-    stopped: str | None
-
-
-Repeat = Generator[Submission, SubmissionOutcome, RepeatEnd]
+# Ends with its attempts, at least one; the last is clean, or not worth another one.
+Repeat = Generator[Submission, SubmissionOutcome, tuple[Attempt, ...]]
 
 
 def train(
@@ -107,12 +94,12 @@ def train(
         MegatronError: It cannot be planned or started; nothing is left running.
         KeyboardInterrupt: Ctrl-C, also in the pause before a further attempt.
     """
-    found: list[RepeatEnd] = []
+    attempts: list[Attempt] = []
     for repeat in begin(checked, facts, listener, retries):
-        found.append(_drive(repeat, engine))
-        if found[-1].attempts[-1].cause is not None:
+        attempts += _drive(repeat, engine)
+        if attempts[-1].cause is not None:
             break
-    return conclude(checked.job, found)
+    return Training(job=checked.job, attempts=tuple(attempts))
 
 
 def begin(
@@ -134,23 +121,15 @@ def begin(
     )
 
 
-def conclude(job: WorkloadJob, ends: Sequence[RepeatEnd]) -> Training:
-    """Return the training of a job from its repeats in order; those that never ran are missing."""
-    attempts = tuple(attempt for end in ends for attempt in end.attempts)
-    stopped = next((end.stopped for end in ends if end.stopped is not None), None)
-    verdict = decide_training(attempts)
-    return Training(job=job, attempts=attempts, verdict=verdict, stopped=stopped)
-
-
-def _drive(repeat: Repeat, engine: Engine) -> RepeatEnd:
+def _drive(repeat: Repeat, engine: Engine) -> tuple[Attempt, ...]:
     """Run a repeat to its end."""
     try:
         submission = next(repeat)
         while True:
             submission = repeat.send(_run_submission(submission, engine))
     except StopIteration as done:
-        end: RepeatEnd = done.value
-        return end
+        attempts: tuple[Attempt, ...] = done.value
+        return attempts
 
 
 def _run_submission(submission: Submission, engine: Engine) -> SubmissionOutcome:
@@ -179,7 +158,7 @@ def _repeat(
     *,
     repeat: int,
 ) -> Repeat:
-    """Run one repeat until it is clean or not worth another attempt; return the reason as well."""
+    """Run one repeat until it is clean or not worth another attempt."""
     job = checked.job
     attempts: list[Attempt] = []
     outcomes: list[SubmissionOutcome] = []
@@ -198,12 +177,12 @@ def _repeat(
         if isinstance(step, StopRetrying):
             cause = "it trained as it should" if judged.cause is None else judged.cause.text
             _LOG.info("%s: no further attempt: %s", where, step.reason or cause)
-            return RepeatEnd(attempts=tuple(attempts), stopped=step.reason)
-        refusal = retries.claim(attempts[-1])
+            return (*attempts[:-1], replace(judged, stopped=step.reason))
+        refusal = retries.claim(judged)
         _LOG.info("%s: further attempt: %s", where, refusal or f"in {step.pause_s:g} s")
         if refusal is not None:
-            return RepeatEnd(attempts=tuple(attempts), stopped=refusal)
-        retries.on_retry(attempts[-1], step.pause_s)
+            return (*attempts[:-1], replace(judged, stopped=refusal))
+        retries.on_retry(judged, step.pause_s)
         pause_s = step.pause_s
 
 

@@ -49,7 +49,12 @@ from pytest_megatron.workloads.training.plan.plan import (
     require_inputs,
 )
 from pytest_megatron.workloads.training.plan.script import SHARED_CHECKPOINTS
-from pytest_megatron.workloads.verdict.attempt import DEFAULT_METRICS, Attempt, Verdict
+from pytest_megatron.workloads.verdict.attempt import (
+    DEFAULT_METRICS,
+    Attempt,
+    Verdict,
+    decide_training,
+)
 from pytest_megatron.workloads.verdict.gradients import tolerance_of
 from pytest_megatron.workloads.verdict.retry import (
     RetryPolicy,
@@ -136,15 +141,21 @@ class Training:
     """Result of a job, before it is compared with a golden.
 
     Attributes:
-        attempts: In the order they ran.
-        verdict: FAILED or BROKEN where a repeat never trained as it should.
-        stopped: Why there was no further attempt although the last cause is transient, or None.
+        attempts: In the order they ran; those of repeats that never ran are missing.
     """
 
     job: WorkloadJob
     attempts: tuple[Attempt, ...]
-    verdict: Verdict
-    stopped: str | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """FAILED or BROKEN where a repeat never trained as it should."""
+        return decide_training(self.attempts)
+
+    @property
+    def stopped(self) -> str | None:
+        """Why there was no further attempt although the last cause is transient, or None."""
+        return next((a.stopped for a in self.attempts if a.stopped is not None), None)
 
     def facts(self, here: SessionFacts) -> SessionFacts:
         """Return where and with what it ran: `here`, unless an engine's job recorded its own."""

@@ -24,7 +24,8 @@ from pytest_megatron.workloads.engine.api import (
     TroubleKind,
     Update,
 )
-from pytest_megatron.workloads.verdict.driver import Repeat, RepeatEnd
+from pytest_megatron.workloads.verdict.attempt import Attempt
+from pytest_megatron.workloads.verdict.driver import Repeat
 
 DEFAULT_MOST_SUBMISSIONS = 1_000
 _CHUNK = 500  # submissions that are planned before the first of them is submitted
@@ -57,12 +58,12 @@ class WorkEnd:
     """End of a workload.
 
     Attributes:
-        ends: Ends of the repeats, in their order; where one was no good, others may be missing.
+        attempts: Of the repeats, in their order; where one was no good, others may be missing.
         error: What kept it from being run or judged, or None.
     """
 
     name: str
-    ends: tuple[RepeatEnd, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     error: Exception | None = None
 
 
@@ -94,13 +95,13 @@ class _Open:
 
     Attributes:
         repeats: By index, those that have not ended.
-        ends: By index, those that have.
+        attempts: By index, of those that have.
         keys: Orders that have not ended, by key, with the index of their repeat.
     """
 
     work: QueuedWorkload
     repeats: dict[int, Repeat]
-    ends: dict[int, RepeatEnd]
+    attempts: dict[int, tuple[Attempt, ...]]
     keys: dict[str, int]
 
 
@@ -233,7 +234,7 @@ class WorkloadScheduler:
             if isinstance(entry, _Next):
                 submissions.append(entry.submission)
                 continue
-            found = _Open(work=entry, repeats={}, ends={}, keys={})
+            found = _Open(work=entry, repeats={}, attempts={}, keys={})
             try:
                 found.repeats.update(enumerate(entry.begin()))
                 first = [(index, next(repeat)) for index, repeat in found.repeats.items()]
@@ -306,10 +307,9 @@ class WorkloadScheduler:
         try:
             submission = found.repeats[index].send(outcome)
         except StopIteration as done:
-            end: RepeatEnd = done.value
             del found.repeats[index]
-            found.ends[index] = end
-            is_good = end.attempts[-1].cause is None
+            found.attempts[index] = done.value
+            is_good = done.value[-1].cause is None
             return [] if is_good and found.repeats else [self._end(found)]
         except Exception as error:  # noqa: BLE001 - the item says it; others go on
             return [self._end(found, error)]
@@ -337,8 +337,8 @@ class WorkloadScheduler:
         _close(found)
         self._num_ended += 1
         self._done += _weight(found.work.rank)
-        ends = tuple(end for _, end in sorted(found.ends.items(), key=lambda pair: pair[0]))
-        return WorkEnd(name=found.work.name, ends=ends, error=error)
+        attempts = tuple(one for index in sorted(found.attempts) for one in found.attempts[index])
+        return WorkEnd(name=found.work.name, attempts=attempts, error=error)
 
 
 def _weight(rank: Rank) -> float:

@@ -115,7 +115,7 @@ def test_the_limit_of_a_run_holds_for_all_its_workers(tmp_path: Path) -> None:
     verdicts = {run.record(f"once_{number}")["verdict"]: number for number in range(3)}
     assert sorted(map(str, verdicts)) == ["broken", "flaky"]
     refusal = run.record(f"once_{verdicts['broken']}")["not_run_again"]
-    assert refusal == "the run's 2 further attempts are used up"
+    assert refusal == "0 for this worker of the run's 2 further attempts are used up"
 
 
 def test_a_run_that_mostly_fails_for_one_reason_says_infrastructure_once(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
     FailureCause,
-    decide_training,
 )
 from pytest_megatron.workloads.verdict.compare import Judgement, RepeatComparison
 from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
@@ -76,7 +75,7 @@ def training(*causes: FailureCause | None) -> Training:
         )
         for number, cause in enumerate(causes, start=1)
     )
-    return Training(job=JOB, attempts=attempts, verdict=decide_training(attempts))
+    return Training(job=JOB, attempts=attempts)
 
 
 def test_a_failure_is_its_cause_and_the_last_words_of_the_rank() -> None:

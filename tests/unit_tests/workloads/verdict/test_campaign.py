@@ -24,7 +24,7 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import Progress
 from pytest_megatron.workloads.verdict.attempt import Attempt, FailureCause
-from pytest_megatron.workloads.verdict.driver import Repeat, RepeatEnd
+from pytest_megatron.workloads.verdict.driver import Repeat
 from pytest_megatron.workloads.verdict.scheduler import QueuedWorkload, WorkloadScheduler
 
 NEEDED = Resources(
@@ -117,7 +117,7 @@ def order(key: str, *, delay_s: float = 0.0) -> Submission:
     )
 
 
-def ended(*, is_good: bool = True) -> RepeatEnd:
+def ended(*, is_good: bool = True) -> tuple[Attempt, ...]:
     attempt = Attempt(
         repeat=1,
         number=1,
@@ -126,7 +126,7 @@ def ended(*, is_good: bool = True) -> RepeatEnd:
         metrics=(),
         cause=None if is_good else FailureCause(text="no good"),
     )
-    return RepeatEnd(attempts=(attempt,), stopped=None)
+    return (attempt,)
 
 
 def repeat(
@@ -185,7 +185,7 @@ def test_one_question_an_interval_and_the_ended_are_handed_out_once() -> None:
     assert [end.name for end in scheduler.step()] == ["b"]
     engine.end("a/1/1")
     clock.now = 20.0
-    assert [(end.name, len(end.ends)) for end in scheduler.step()] == [("a", 1)]
+    assert [(end.name, len(end.attempts)) for end in scheduler.step()] == [("a", 1)]
     assert (scheduler.is_done, engine.num_polls, scheduler.pause_s()) == (True, 3, 0.0)
 
 
@@ -273,7 +273,7 @@ def test_an_order_of_which_no_phase_is_left_ran_as_long_as_was_seen() -> None:
     clock.now = 90.0
     assert [end.name for end in scheduler.step()] == ["lost"]
     assert [outcome.lost_s for outcome in told] == [80.0]
-    assert replace(ended().attempts[0], lost_s=80.0).duration_s == 80.0
+    assert replace(ended()[0], lost_s=80.0).duration_s == 80.0
 
 
 def test_a_bad_repeat_ends_the_others_of_its_workload_alone() -> None:
@@ -289,12 +289,12 @@ def test_a_bad_repeat_ends_the_others_of_its_workload_alone() -> None:
     engine.end("a/1/1", "a/2/1")
     clock.now = 10.0
     (end,) = scheduler.step()
-    assert (end.name, len(end.ends), engine.cancelled) == ("a", 2, ["a/3/1"])
+    assert (end.name, len(end.attempts), engine.cancelled) == ("a", 2, ["a/3/1"])
     assert list(engine.held) == ["b/1/1"]
 
 
 def test_a_repeat_that_raises_ends_its_workload_and_others_go_on() -> None:
-    def raising() -> Generator[Submission, SubmissionOutcome, RepeatEnd]:
+    def raising() -> Generator[Submission, SubmissionOutcome, tuple[Attempt, ...]]:
         yield order("a/1/1")
         raise RuntimeError("a bug")
 
@@ -324,7 +324,7 @@ def test_an_engine_that_takes_nothing_breaks_what_it_was_given() -> None:
 def test_cancel_ends_what_the_engine_has_and_closes_every_repeat() -> None:
     closed = []
 
-    def watched(name: str) -> Generator[Submission, SubmissionOutcome, RepeatEnd]:
+    def watched(name: str) -> Generator[Submission, SubmissionOutcome, tuple[Attempt, ...]]:
         try:
             yield order(f"{name}/1/1")
         finally:

@@ -17,7 +17,7 @@ from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.layout import make_own_dir
-from pytest_megatron.runs.record import RecordedGolden, RecordedWorkload, to_json
+from pytest_megatron.runs.record import RecordedWorkload, to_json
 from pytest_megatron.session.options import (
     LOCAL,
     TRAINING_PLUGIN,
@@ -208,8 +208,10 @@ class TrainingPlugin(RecordCarrier):
             text = self._session.redactor.text(self._record_broken(item, error))
         else:
             if item.training.verdict is Verdict.BROKEN:
-                problem = self._record_training(item, item.training)
-                text = self._with_way_back(problem, item.nodeid)
+                problem = training_failure(item.training)
+                record = self._result(item.training, None, problem, is_judged=False)
+                self._record(item, record)
+                text = self._with_way_back(str(record.problem), item.nodeid)
         if text is not None:  # outside of `except`: the user sees one error, not a chain
             pytest.fail(text, pytrace=False)
 
@@ -221,10 +223,7 @@ class TrainingPlugin(RecordCarrier):
         """
         assert item.training is not None
         try:
-            if item.training.verdict is Verdict.FAILED:
-                self._record_training(item, item.training)
-            else:
-                self._judge(item, item.training)
+            self._record(item, self._judged(item.training))
         except (MegatronError, OSError) as error:
             self._record_broken(item, error, Verdict.FAILED)
         assert item.record is not None
@@ -254,74 +253,40 @@ class TrainingPlugin(RecordCarrier):
             retries.note_end(training)
             return training
 
-    def _judge(self, item: WorkloadItem, training: Training) -> None:
-        """Compare a training with its golden and record the result.
+    def _judged(self, training: Training) -> RecordedWorkload:
+        """Compare what a training measured, and return the result.
+
+        One that failed is compared too, if only what came after the training did.
 
         Raises:
             MegatronError: The golden cannot be read, or must not be written.
         """
-        job = training.job
-        if job.case is None:
-            self._record(item, item_record(training, None))
-            return
-        golden = self._goldens.read_copy(job)
-        facts = training.facts(self._session.facts)
-        judgement = judge(training, golden, self._goldens.policy, facts)
-        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
-        problem = self._session.shorten(mismatch(training, judgement)) if judgement.failed else None
-        record = self._evaluated(training, judgement, problem)
+        job, judgement, golden = training.job, None, None
+        if job.case is not None and training.attempts[-1].is_whole:
+            golden = self._goldens.read_copy(job)
+            facts = training.facts(self._session.facts)
+            judgement = judge(training, golden, self._goldens.policy, facts)
+            write_json_atomically(job.dirs.comparison, to_json(judgement.record))
+        problem, has_failed = None, training.verdict is Verdict.FAILED
+        if judgement is not None and (has_failed or judgement.failed):
+            problem = mismatch(training, judgement)
+        elif has_failed:
+            problem = training_failure(training)
+        record = self._result(training, judgement, problem)
+        if not job.is_compared or record.is_expected or has_failed:
+            return record
         is_wanted = problem is None and self._goldens.wants(has_golden=golden is not None)
-        agrees = record.is_expected or (problem is None and not is_wanted)
-        if not agrees and job.is_compared:
-            golden_record = self._goldens.keep(training)
-            record = replace(record, golden=golden_record)
-            if is_wanted:
-                record = self._offered(training, judgement, record, golden_record)
-        self._record(item, record)
-
-    def _offered(
-        self,
-        training: Training,
-        judgement: Judgement,
-        record: RecordedWorkload,
-        golden: RecordedGolden,
-    ) -> RecordedWorkload:
-        """Return the record of a workload whose candidate is to become a golden, if it may."""
-        job = training.job
-        problem = self._goldens.refusal(job.node_id, record, job.dirs.root)
-        if problem is None:
-            return replace(record, golden=replace(golden, is_offered=True))
-        refused = self._evaluated(training, judgement, self._session.shorten(problem))
-        return replace(refused, golden=golden, summary=f"{record.summary}, no new golden")
-
-    def _record_training(self, item: WorkloadItem, training: Training) -> str:
-        """Record a training that failed or broke; return why."""
-        judgement = self._judgement_of_failed(training)
-        failure = training_failure(training) if judgement is None else mismatch(training, judgement)
-        problem = self._session.shorten(failure)
-        if training.verdict is Verdict.BROKEN:
-            record = item_record(training, None, problem=problem)
-        else:
-            record = self._evaluated(training, judgement, problem)
-        if training.job.is_compared and not record.is_expected:
-            record = replace(record, golden=self._goldens.record_of(training.job))
-        self._record(item, record)
-        return problem
-
-    def _judgement_of_failed(self, training: Training) -> Judgement | None:
-        """Return and record what is comparable of a training that failed; None without any.
-
-        That is all of it if only what came after it failed.
-        """
-        job, last = training.job, training.attempts[-1]
-        is_compared = job.case is not None and last.is_whole
-        if training.verdict is Verdict.BROKEN or not is_compared:
-            return None
-        golden = self._goldens.read_copy(job)
-        facts = training.facts(self._session.facts)
-        judgement = judge(training, golden, self._goldens.policy, facts)
-        write_json_atomically(job.dirs.comparison, to_json(judgement.record))
-        return judgement
+        if problem is None and not is_wanted:
+            return record
+        kept = self._goldens.keep(training)
+        record = replace(record, golden=kept)
+        if not is_wanted:
+            return record
+        refusal = self._goldens.refusal(job.node_id, record, job.dirs.root)
+        if refusal is None:
+            return replace(record, golden=replace(kept, is_offered=True))
+        refused = self._result(training, judgement, refusal)
+        return replace(refused, golden=kept, summary=f"{record.summary}, no new golden")
 
     def _with_way_back(self, problem: str, node_id: str) -> str:
         """Return why a workload that was trained did not pass, and last how to have it again."""
@@ -346,23 +311,33 @@ class TrainingPlugin(RecordCarrier):
         self._record(item, record)
         return problem
 
-    def _evaluated(
-        self, training: Training, judgement: Judgement | None, problem: str | None
+    def _result(
+        self,
+        training: Training,
+        judgement: Judgement | None,
+        problem: str | None,
+        *,
+        is_judged: bool = True,
     ) -> RecordedWorkload:
-        """Return the record of a judged workload, with the expectation of its case applied."""
-        job = training.job
-        found, is_expected = evaluate(job.case, problem)
-        verdict = training.verdict if found is None else Verdict.FAILED
-        shown = None if found is None else self._session.shorten(found)
-        is_uncompared = self._session.options.golden == "off" or job.setting.is_lightweight
-        return item_record(
+        """Return the record of a workload, with the expectation of its case if it was judged."""
+        job, is_expected = training.job, False
+        problem = None if problem is None else self._session.shorten(problem)
+        if is_judged:
+            problem, is_expected = evaluate(job.case, problem)
+        verdict = training.verdict if problem is None or not is_judged else Verdict.FAILED
+        record = item_record(
             training,
             judgement,
             verdict=Verdict.PASSED if is_expected else verdict,
-            problem=shown,
+            problem=None if problem is None else self._session.shorten(problem),
             is_expected=is_expected,
-            is_uncompared=is_uncompared,
+            is_uncompared=job.case is not None
+            and (self._session.options.golden == "off" or job.setting.is_lightweight),
         )
+        has_failed = training.verdict in (Verdict.BROKEN, Verdict.FAILED)
+        if not has_failed or not job.is_compared or is_expected:
+            return record
+        return replace(record, golden=self._goldens.record_of(job))
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> None:

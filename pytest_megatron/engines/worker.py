@@ -42,7 +42,7 @@ from pytest_megatron.workloads.training.run.runner import (
     StartPhase,
     run_attempt,
 )
-from pytest_megatron.workloads.verdict.losses import FiniteLosses
+from pytest_megatron.workloads.verdict.driver import FiniteLosses
 
 
 class ToldToEndError(BaseException):

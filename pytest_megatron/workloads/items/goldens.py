@@ -29,7 +29,6 @@ from pytest_megatron.session.state import RunSession
 from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, new_golden_path, read_golden
-from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.recipe.case import Evaluation, case_path
 from pytest_megatron.workloads.refresh.gate import (
     LEAVE_ALONE,
@@ -160,8 +159,12 @@ class GoldenWriter:
         mode = self._options.golden
         return mode == "refresh" or (mode == "record" and not has_golden)
 
-    def refuse_early(self, checked: CheckedJob) -> None:
+    def refuse_early(self, checked: CheckedJob, *, is_here: bool) -> None:
         """Refuse a golden that could never be written, before the training costs anything.
+
+        Args:
+            checked: The training.
+            is_here: Whether this machine trains.
 
         Raises:
             GoldenError: The tree is not committed, or the gate refuses whatever is measured.
@@ -178,9 +181,7 @@ class GoldenWriter:
             raise GoldenError(job.node_id, f"{problem}; nothing was run") from error
         self._refuse_changed()
         name = PurePosixPath(target.relative_to(self._root))
-        prospect = make_prospect(
-            checked, name, facts, is_here=not engine_of(self._session).is_queue
-        )
+        prospect = make_prospect(checked, name, facts, is_here=is_here)
         refusals = consider_early(prospect, self._root, self._terms)
         if refusals:
             lines = [*(refusal.line for refusal in refusals), "nothing was run"]

@@ -1,26 +1,29 @@
-"""The role that runs workloads where there is a queue: all are submitted before any is waited for.
+"""The engine of a session, and the role that runs workloads where it has a queue.
 
-Lives in the controller alone, and only with an engine that has a queue. Items are reported by
-pytest's own protocol, in the order in which they end.
+All are submitted before any is waited for. That role lives in the controller alone. Items are
+reported by pytest's own protocol, in the order in which they end.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
+from pathlib import Path
 
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
 from pytest_megatron.base.text import counted, rough_time
 from pytest_megatron.runs.history import typical_durations
-from pytest_megatron.session.options import LOCAL, has_workers
+from pytest_megatron.session.options import LOCAL, has_workers, usage_errors
 from pytest_megatron.session.run_file import run_file_of
 from pytest_megatron.session.state import RunSession
+from pytest_megatron.workloads.engine.api import Engine, EngineContext
+from pytest_megatron.workloads.engine.local import open_engine
 from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
-from pytest_megatron.workloads.items.engine import engine_of
 from pytest_megatron.workloads.items.report import (
     ItemRetries,
     StepClock,
@@ -37,6 +40,37 @@ from pytest_megatron.workloads.verdict.scheduler import (
     WorkEnd,
     WorkloadScheduler,
 )
+
+_ENGINE = pytest.StashKey[Engine]()
+
+
+def engine_of(session: RunSession) -> Engine:
+    """Return the engine that `--executor` names; the first call opens it.
+
+    Raises:
+        pytest.UsageError: There is no such engine, or it cannot be used as it is set up.
+    """
+    if _ENGINE not in session.stash:
+        file = session.options.executor_config
+        context = EngineContext(
+            root=session.root,
+            run_dir=session.run_dir,
+            facts=session.facts,
+            env=os.environ,
+            config_file=None if file is None else Path(session.directory, file),
+            copies_lines="tee-ranks" in session.options.typed,
+        )
+        with usage_errors(session.shorten):
+            session.stash[_ENGINE] = open_engine(session.options.executor, context)
+    return session.stash[_ENGINE]
+
+
+def close_engine(session: RunSession) -> None:
+    """Close an engine without a queue, if one was made; one with a queue is closed by its loop."""
+    engine = session.stash.get(_ENGINE, None)
+    if engine is not None and not engine.is_queue:
+        engine.close()
+
 
 _LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0

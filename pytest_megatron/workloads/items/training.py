@@ -40,9 +40,8 @@ from pytest_megatron.workloads.engine.api import Describing
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.golden.store import golden_path
 from pytest_megatron.workloads.items.collect import WorkloadItem
-from pytest_megatron.workloads.items.engine import close_engine, engine_of
 from pytest_megatron.workloads.items.goldens import GoldenWriter
-from pytest_megatron.workloads.items.queue import register_queue
+from pytest_megatron.workloads.items.queue import close_engine, engine_of, register_queue
 from pytest_megatron.workloads.items.report import (
     ItemRetries,
     LiveTerminal,
@@ -189,7 +188,7 @@ class TrainingPlugin(RecordCarrier):
         if lacking is not None:
             raise LaunchError(job.node_id, f"{lacking}; nothing was run")
         self._goldens.require(job)
-        self._goldens.refuse_early(checked)
+        self._goldens.refuse_early(checked, is_here=not engine_of(self._session).is_queue)
         self._make_run_dir(job)
         self._goldens.copy(job)
         return checked

@@ -1,5 +1,7 @@
 """Runs and judges the training or script of a job: repeats, attempts, what became of them.
 
+A loss that is not finite ends a training: its verdict can only be `failed`.
+
 A repeat gets another attempt where one failed for another cause than the code.
 
 A repeat is a generator that yields orders and is sent their outcomes: the same for one workload on
@@ -13,13 +15,13 @@ import random
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.base.text import name_ranks
-from pytest_megatron.errors import MetricsError
+from pytest_megatron.errors import MegatronError, MetricsError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedHealthFile, to_json
@@ -32,21 +34,29 @@ from pytest_megatron.workloads.engine.api import (
     SubmissionOutcome,
     TroubleKind,
 )
+from pytest_megatron.workloads.golden.collect import has_measured
 from pytest_megatron.workloads.golden.compare.result import Comparison
+from pytest_megatron.workloads.golden.model import LOSS, MetricMap, Series, is_loss
 from pytest_megatron.workloads.golden.store import write_metrics
-from pytest_megatron.workloads.recipe.case import CaseMode
+from pytest_megatron.workloads.recipe.case import CaseMode, Evaluation
 from pytest_megatron.workloads.training.plan.phases import iteration_name
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
+    End,
     ForwardingListener,
+    PhaseEnd,
 )
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
     FailureCause,
+    diagnose_phase,
+    find_non_finite,
     judge_generation,
     judge_metrics,
+    measured_in,
     note_triage,
+    signature_of,
     why_it_ended,
 )
 from pytest_megatron.workloads.verdict.gradients import (
@@ -54,8 +64,12 @@ from pytest_megatron.workloads.verdict.gradients import (
     measure_gradients,
 )
 from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
-from pytest_megatron.workloads.verdict.losses import FiniteLosses
-from pytest_megatron.workloads.verdict.retry import StopRetrying, next_step, with_policy
+from pytest_megatron.workloads.verdict.retry import (
+    RetryPolicy,
+    StopRetrying,
+    next_step,
+    with_policy,
+)
 
 _LOG = logging.getLogger("pytest_megatron.workloads")
 
@@ -402,3 +416,71 @@ def cause_of(outcome: SubmissionOutcome, table: Table) -> FailureCause:
         signature=row,
         is_of_engine=trouble.kind is not TroubleKind.OUT_OF_MEMORY,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FiniteLosses:
+    """Losses of a training, which is ended once one of them is not finite.
+
+    Attributes:
+        names: Names of the losses.
+        table: The signatures; None takes those of the package.
+        retry: What is transient for the workload.
+    """
+
+    names: tuple[str, ...]
+    table: Table | None = None
+    retry: RetryPolicy = field(default_factory=RetryPolicy)
+
+    @classmethod
+    def of(cls, job: WorkloadJob) -> Self | None:
+        """Return those of a job; None where its attempts have no verdict before their end.
+
+        One that is expected to fail has none, nor has a recipe's own script, and an inference
+        program writes what it measured at the end.
+        """
+        case = job.case
+        if case is None or job.metric_names is None:
+            return None
+        if case.evaluation is not Evaluation.PASS or case.mode is CaseMode.INFERENCE:
+            return None
+        names = tuple(filter(is_loss, job.metric_names))
+        return cls(names=names, table=job.table, retry=job.retry)
+
+    def __call__(self, end: PhaseEnd) -> str | None:
+        """Return the first loss of a phase that is not finite, None without one.
+
+        None as well where its logs show a transient cause: another attempt may not have it.
+
+        Args:
+            end: Its end; as if it were stopped now, if it runs.
+        """
+        if not has_measured(end.plan.dirs):
+            return None
+        try:
+            latest = measured_in(end.plan.dirs, is_rl=LOSS in self.names)
+            if end.returncode != 0:
+                latest = _settled(latest)
+            found = find_non_finite(latest, [name for name in self.names if name in latest])
+            return None if found is None or self._is_transient(end) else found
+        except (MegatronError, OSError):  # half written; at the end it is an error
+            return None
+
+    def _is_transient(self, end: PhaseEnd) -> bool:
+        found = diagnose_phase(replace(end, end=End.EXITED, returncode=1), table=self.table)
+        cause = with_policy(FailureCause(text="", signature=signature_of(found)), self.retry)
+        return cause is not None and cause.is_transient
+
+
+def _settled(metrics: MetricMap) -> MetricMap:
+    """Return the metrics of a phase that runs without their last step.
+
+    A program may write its values one after the other.
+    """
+    return {
+        name: _before(series.steps[-1], series) for name, series in metrics.items() if len(series)
+    }
+
+
+def _before(last: int, series: Series) -> Series:
+    return series.where(lambda step, _: step < last)

@@ -37,7 +37,7 @@ from pytest_megatron.workloads.engine.api import (
 from pytest_megatron.workloads.engine.api import TroubleKind as Kind
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import AttemptListener, End, Progress
-from pytest_megatron.workloads.verdict.losses import FiniteLosses
+from pytest_megatron.workloads.verdict.driver import FiniteLosses
 
 pytestmark = pytest.mark.nightly
 

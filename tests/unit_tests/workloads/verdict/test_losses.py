@@ -14,8 +14,8 @@ from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workloads.verdict.driver import FiniteLosses
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
-from pytest_megatron.workloads.verdict.losses import FiniteLosses
 
 ITERS = 20
 LOSSES = {step: 5.0 - step / 10 for step in range(1, ITERS + 1)}

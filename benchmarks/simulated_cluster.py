@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--workloads", type=int, default=10_000)
     parser.add_argument("--nodes", type=int, default=125, help="of 8 GPUs each")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--most-orders", type=int, default=DEFAULT_MOST_SUBMISSIONS)
+    parser.add_argument("--most-submissions", type=int, default=DEFAULT_MOST_SUBMISSIONS)
     arguments = parser.parse_args()
     works, num_gpus = draw(arguments.workloads, arguments.seed), arguments.nodes * GPUS_PER_NODE
     with tempfile.TemporaryDirectory() as name:

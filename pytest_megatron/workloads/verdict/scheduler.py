@@ -7,12 +7,10 @@ to the engine. A workload that ended is handed out and forgotten. Reads no clock
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import (
@@ -96,21 +94,32 @@ class _Open:
     Attributes:
         repeats: By index, those that have not ended.
         attempts: By index, of those that have.
-        keys: Orders that have not ended, by key, with the index of their repeat.
     """
 
     work: QueuedWorkload
-    repeats: dict[int, Repeat]
-    attempts: dict[int, tuple[Attempt, ...]]
-    keys: dict[str, int]
+    repeats: dict[int, Repeat] = field(default_factory=dict)
+    attempts: dict[int, tuple[Attempt, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Next:
-    """A submission that the engine does not have yet."""
+@dataclass(slots=True, kw_only=True)
+class _Order:
+    """A submission that has not ended.
+
+    Attributes:
+        of: The workload that it is an attempt of.
+        index: Of its repeat.
+        due: When the engine may have it.
+        phase: None before the engine has it.
+        since: When it began to wait, or to run, as `phase` says.
+    """
 
     of: _Open
+    index: int
     submission: Submission
+    due: float
+    phase: SubmissionPhase | None = None
+    detail: str = ""
+    since: float = 0.0
 
 
 class WorkloadScheduler:
@@ -136,14 +145,9 @@ class WorkloadScheduler:
         self._engine = engine
         self._most_submissions = most_submissions
         self._queue_timeout_s = queue_timeout_s
-        self._waits_since: dict[str, float] = {}
-        self._runs_since: dict[str, float] = {}
         self._clock = clock
-        self._number = itertools.count()
-        self._todo: list[tuple[Rank, int, QueuedWorkload | _Next]] = []
-        self._delayed: list[tuple[float, int, _Next]] = []
-        self._open: dict[str, _Open] = {}  # by the key of each submission, wherever that is
-        self._phases: dict[str, tuple[SubmissionPhase, str]] = {}  # of those that the engine has
+        self._todo: list[QueuedWorkload] = []  # by rank
+        self._orders: dict[str, _Order] = {}  # by the key of the submission
         self._num_works = self._num_ended = 0
         self._expected = self._done = 0.0
         self._poll_at = float("-inf")
@@ -159,8 +163,9 @@ class WorkloadScheduler:
         for work in chosen:
             expected_s = mean_s if work.expected_s is None else work.expected_s
             rank = (-expected_s, -work.num_gpus)
-            heapq.heappush(self._todo, (rank, next(self._number), replace(work, rank=rank)))
+            self._todo.append(replace(work, rank=rank))
             self._expected += _weight(rank)
+        self._todo.sort(key=lambda work: work.rank)
         self._num_works += len(chosen)
 
     @property
@@ -171,14 +176,14 @@ class WorkloadScheduler:
     @property
     def standing(self) -> QueueProgress:
         """How many submissions ended, run and wait."""
-        phases = Counter(phase for phase, _ in self._phases.values())
-        details = {phase: text for phase, text in reversed(self._phases.values()) if text}
+        phases = Counter(order.phase for order in self._orders.values())
+        details = {o.phase: o.detail for o in reversed(self._orders.values()) if o.detail}
         return QueueProgress(
             num_works=self._num_works,
             num_ended=self._num_ended,
             num_running=phases[SubmissionPhase.RUNNING],
             num_waiting=phases[SubmissionPhase.WAITING],
-            num_held=len(self._todo) + len(self._delayed),
+            num_held=len(self._todo) + phases[None],
             detail=details.get(SubmissionPhase.WAITING) or details.get(SubmissionPhase.RUNNING, ""),
             share_done=self._done / self._expected if self._expected else None,
         )
@@ -200,112 +205,98 @@ class WorkloadScheduler:
 
     def pause_s(self) -> float:
         """Return how long there is nothing to do."""
-        if self.is_done or (self._todo and self._has_room):
+        now = self._clock()
+        if self.is_done or (self._todo and self._room):
             return 0.0
-        due = self._delayed[0][0] if self._delayed else self._poll_at
-        return max(0.0, min(due, self._poll_at) - self._clock())
+        held = [o.due for o in self._orders.values() if o.phase is None] if self._room else []
+        return max(0.0, min([self._poll_at, *held]) - now)
 
     def cancel(self) -> None:
         """End all submissions; nothing more is handed out."""
         self._todo.clear()
-        self._delayed.clear()
-        self._engine.cancel(tuple(self._phases))
-        for found in {id(found): found for found in self._open.values()}.values():
-            _close(found)
-        self._open.clear()
-        self._phases.clear()
+        self._engine.cancel([key for key, o in self._orders.items() if o.phase is not None])
+        for order in self._orders.values():
+            _close(order.of)
+        self._orders.clear()
 
     @property
-    def _has_room(self) -> bool:
-        return len(self._phases) < self._most_submissions
+    def _room(self) -> int:
+        """Return how many submissions more the engine may have."""
+        num_there = sum(order.phase is not None for order in self._orders.values())
+        return max(0, self._most_submissions - num_there)
 
     def _fill(self) -> list[WorkEnd]:
         """Submit what the engine has room for, the longest first, some at a time."""
-        while self._delayed and self._delayed[0][0] <= self._clock():
-            following = heapq.heappop(self._delayed)[2]
-            rank = following.of.work.rank
-            at_once = replace(following, submission=replace(following.submission, delay_s=0.0))
-            heapq.heappush(self._todo, (rank, next(self._number), at_once))
+        now, room = self._clock(), min(_CHUNK, self._room)
+        due = [o for o in self._orders.values() if o.phase is None and o.due <= now]
+        due.sort(key=lambda order: order.of.work.rank, reverse=True)
         ended: list[WorkEnd] = []
-        submissions: list[Submission] = []
-        room = min(_CHUNK, self._most_submissions - len(self._phases))
-        while self._todo and len(submissions) < room:
-            _, _, entry = heapq.heappop(self._todo)
-            if isinstance(entry, _Next):
-                submissions.append(entry.submission)
+        chosen: list[_Order] = []
+        while len(chosen) < room and (due or self._todo):
+            if due and (not self._todo or due[-1].of.work.rank < self._todo[0].rank):
+                chosen.append(due.pop())
                 continue
-            found = _Open(work=entry, repeats={}, attempts={}, keys={})
+            found = _Open(work=self._todo.pop(0))
             try:
-                found.repeats.update(enumerate(entry.begin()))
+                found.repeats.update(enumerate(found.work.begin()))
                 first = [(index, next(repeat)) for index, repeat in found.repeats.items()]
             except Exception as error:  # noqa: BLE001 - the item says it; others go on
                 ended.append(self._end(found, error))
                 continue
-            for index, submission in first:
-                self._keep(found, index, submission)
-                submissions.append(submission)
-        return ended + self._submit(submissions)
+            chosen += [self._keep(found, index, submission) for index, submission in first]
+        return ended + self._submit(chosen)
 
-    def _keep(self, found: _Open, index: int, submission: Submission) -> None:
+    def _keep(self, found: _Open, index: int, submission: Submission) -> _Order:
         """Keep a submission until its outcome is there."""
-        assert submission.key not in self._open, submission.key
-        found.keys[submission.key] = index
-        self._open[submission.key] = found
+        assert submission.key not in self._orders, submission.key
+        due = self._clock() + submission.delay_s
+        order = _Order(of=found, index=index, submission=replace(submission, delay_s=0.0), due=due)
+        self._orders[submission.key] = order
+        return order
 
-    def _submit(self, submissions: Sequence[Submission]) -> list[WorkEnd]:
+    def _submit(self, orders: Sequence[_Order]) -> list[WorkEnd]:
         """Hand submissions to the engine."""
-        if not submissions:
+        if not orders:
             return []
         try:
-            self._engine.submit(submissions)
+            self._engine.submit([order.submission for order in orders])
         except LaunchError as error:
-            found = {
-                id(of): of for submission in submissions if (of := self._open.get(submission.key))
-            }
+            found = {id(order.of): order.of for order in orders}
             return [self._end(of, error) for of in found.values()]
-        self._phases |= {
-            submission.key: (SubmissionPhase.WAITING, "") for submission in submissions
-        }
+        for order in orders:
+            order.phase, order.since = SubmissionPhase.WAITING, self._clock()
         return []
 
     def _end_overdue(self) -> list[WorkEnd]:
         """End what has waited in the queue for too long."""
-        if not self._queue_timeout_s:
-            return []
-        now, waiting = self._clock(), set()
-        for key, (phase, _) in self._phases.items():
-            if phase is SubmissionPhase.WAITING:
-                waiting.add(key)
-                self._waits_since.setdefault(key, now)
-        self._waits_since = {k: t for k, t in self._waits_since.items() if k in waiting}
-        late = [k for k, t in self._waits_since.items() if now - t >= self._queue_timeout_s]
+        limit_s, now = self._queue_timeout_s, self._clock()
+        late = {
+            key: order.detail
+            for key, order in self._orders.items()
+            if order.phase is SubmissionPhase.WAITING and limit_s and now - order.since >= limit_s
+        }
         if not late:
             return []
-        details = {key: self._phases[key][1] for key in late}
-        self._engine.cancel(late)
-        found = [_never_ran(key, details[key], self._queue_timeout_s) for key in late]
+        self._engine.cancel(list(late))
+        found = [_never_ran(key, detail, limit_s) for key, detail in late.items()]
         return [end for update in found for end in self._take(update)]
 
     def _take(self, update: Update) -> list[WorkEnd]:
         """Handle an update of the engine."""
-        found = self._open.get(update.key)
-        if found is None:  # of a workload that ended meanwhile
+        order = self._orders.get(update.key)
+        if order is None:  # of a workload that ended meanwhile
             return []
-        outcome = update.outcome
+        outcome, now = update.outcome, self._clock()
         if outcome is None:
-            self._phases[update.key] = (update.phase, update.detail)
-            if update.phase is SubmissionPhase.RUNNING:
-                self._runs_since.setdefault(update.key, self._clock())
-            else:  # put into the queue again
-                self._runs_since.pop(update.key, None)
+            order.since = order.since if update.phase is order.phase else now
+            order.phase, order.detail = update.phase, update.detail
             return []
-        del self._phases[update.key], self._open[update.key]
-        index = found.keys.pop(update.key)
-        since = self._runs_since.pop(update.key, None)
-        if since is not None and not outcome.ends:
-            outcome = replace(outcome, lost_s=self._clock() - since)
+        del self._orders[update.key]
+        found, index = order.of, order.index
+        if order.phase is SubmissionPhase.RUNNING and not outcome.ends:
+            outcome = replace(outcome, lost_s=now - order.since)
         try:
-            submission = found.repeats[index].send(outcome)
+            self._keep(found, index, found.repeats[index].send(outcome))
         except StopIteration as done:
             del found.repeats[index]
             found.attempts[index] = done.value
@@ -313,27 +304,15 @@ class WorkloadScheduler:
             return [] if is_good and found.repeats else [self._end(found)]
         except Exception as error:  # noqa: BLE001 - the item says it; others go on
             return [self._end(found, error)]
-        self._keep(found, index, submission)
-        due = self._clock() + submission.delay_s
-        heapq.heappush(
-            self._delayed, (due, next(self._number), _Next(of=found, submission=submission))
-        )
         return []
 
     def _end(self, found: _Open, error: Exception | None = None) -> WorkEnd:
         """Forget a workload; submissions of it that the engine still has are of no use any more."""
-        running = [key for key in found.keys if key in self._phases]
-        if running:
+        own = {key: order for key, order in self._orders.items() if order.of is found}
+        if running := [key for key, order in own.items() if order.phase is not None]:
             self._engine.cancel(running)
-        if len(running) < len(found.keys):  # some are still with us
-            self._todo = [e for e in self._todo if not _is_of(e[2], found)]
-            self._delayed = [e for e in self._delayed if not _is_of(e[2], found)]
-            heapq.heapify(self._todo)
-            heapq.heapify(self._delayed)
-        for key in found.keys:
-            self._open.pop(key, None)
-            self._phases.pop(key, None)
-            self._runs_since.pop(key, None)
+        for key in own:
+            del self._orders[key]
         _close(found)
         self._num_ended += 1
         self._done += _weight(found.work.rank)
@@ -355,10 +334,6 @@ def _never_ran(key: str, detail: str, limit_s: float) -> Update:
         is_transient=False,
     )
     return Update(key=key, phase=SubmissionPhase.ENDED, outcome=SubmissionOutcome(trouble=trouble))
-
-
-def _is_of(entry: QueuedWorkload | _Next, found: _Open) -> bool:
-    return isinstance(entry, _Next) and entry.of is found
 
 
 def _close(found: _Open) -> None:

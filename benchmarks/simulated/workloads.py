@@ -12,9 +12,10 @@ import yaml
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.runs.environment import SessionFacts
-from pytest_megatron.runs.layout import AttemptDirs
-from pytest_megatron.workloads.engine.records import EndRecord, JobRecord, write_record
-from pytest_megatron.workloads.training.run.runner import End
+from pytest_megatron.runs.layout import AttemptDirs, PhaseDirs
+from pytest_megatron.workloads.engine.records import JobRecord, write_record
+from pytest_megatron.workloads.training.plan.plan import PhasePlan
+from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
 from simulated.cluster import Fate, State
 
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
@@ -150,8 +151,9 @@ def record_of(
     key: str, facts: SessionFacts, hosts: tuple[str, ...], lasted_s: float, *, is_good: bool
 ) -> JobRecord:
     """Return what the worker says of such an attempt."""
-    end = EndRecord(
-        number=1,
+    dirs = PhaseDirs(root=Path("phase_1"))
+    end = PhaseEnd(
+        plan=PhasePlan(number=1, dirs=dirs, argv=(), env={}, own_env={}, last_iteration=None),
         end=End.EXITED,
         returncode=0 if is_good else 1,
         num_left=0,

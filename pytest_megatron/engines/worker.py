@@ -29,7 +29,6 @@ from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
 from pytest_megatron.workloads.engine.records import (
-    EndRecord,
     JobRecord,
     JobSpec,
     of_start,
@@ -39,6 +38,7 @@ from pytest_megatron.workloads.engine.records import (
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, inherited
 from pytest_megatron.workloads.training.run.runner import (
     ForwardingListener,
+    PhaseEnd,
     StartPhase,
     run_attempt,
 )
@@ -97,7 +97,7 @@ def run(spec: JobSpec, step: Step | None) -> int:
     """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
     started, is_second = time.time(), False
     facts = gather_facts(spec.root)  # before anything can change the tree
-    ends: tuple[EndRecord, ...] = ()
+    ends: tuple[PhaseEnd, ...] = ()
     health: Health | None = None
     trouble: EngineError | None = None
     host = socket.gethostname()
@@ -140,7 +140,7 @@ def run(spec: JobSpec, step: Step | None) -> int:
 
 def _carry_out_together(
     spec: JobSpec, step: Step
-) -> tuple[tuple[EndRecord, ...], Health | None, EngineError | None]:
+) -> tuple[tuple[PhaseEnd, ...], Health | None, EngineError | None]:
     """Run the attempt of a spec on all tasks; also return what became of tasks that were lost."""
     with step.team(os.environ) as team:
         try:
@@ -156,7 +156,7 @@ def _carry_out_together(
 
 def _carry_out(
     spec: JobSpec, start: StartPhase | None
-) -> tuple[tuple[EndRecord, ...], Health | None]:
+) -> tuple[tuple[PhaseEnd, ...], Health | None]:
     """Run the attempt of a spec."""
     if spec.plan.dirs.root.exists():
         raise SecondStartError(
@@ -175,7 +175,7 @@ def _carry_out(
             start=start,
             losses=FiniteLosses(names=spec.losses) if spec.losses else None,
         )
-        return tuple(map(EndRecord.of, ends)), watch.finish()
+        return ends, watch.finish()
 
 
 def _need_one_node(plan: AttemptPlan) -> None:

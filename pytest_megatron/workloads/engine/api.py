@@ -143,20 +143,24 @@ class EngineError:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubmissionResult:
-    """End of a submission, beside the ends of its phases.
+class SubmissionOutcome:
+    """End of a submission.
 
     Attributes:
+        ends: Ends of phases, up to the first that is not clean; may be none where there is trouble.
         health: Health of the GPUs before and after; None without GPUs.
         facts: Where and with what it ran; None where that is this process's machine.
         hosts: Names of the machines, as `avoid_hosts` takes them.
         trouble: None where it ran to its end, well or not.
+        lost_s: Time that it ran, where no phase left its end.
     """
 
+    ends: tuple[PhaseEnd, ...] = ()
     health: Health | None = None
     facts: SessionFacts | None = None
     hosts: tuple[str, ...] = ()
     trouble: EngineError | None = None
+    lost_s: float = 0.0
 
     @property
     def suspects(self) -> tuple[str, ...]:
@@ -167,19 +171,6 @@ class SubmissionResult:
         has_faults = self.health is not None and bool(self.health.faults)
         is_of_host = trouble is not None and trouble.kind.is_of_host
         return self.hosts if has_faults or is_of_host else ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmissionOutcome(SubmissionResult):
-    """End of a submission.
-
-    Attributes:
-        ends: Ends of phases, up to the first that is not clean; may be none where there is trouble.
-        lost_s: Time that it ran, where no phase left its end.
-    """
-
-    ends: tuple[PhaseEnd, ...] = ()
-    lost_s: float = 0.0
 
 
 class SubmissionPhase(Enum):

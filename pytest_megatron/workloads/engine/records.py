@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
 from pytest_megatron.base.files import JsonValue, parse_json, read_bytes, write_json_atomically
 from pytest_megatron.base.schema import SchemaError, adapter, parse, validate
@@ -20,10 +18,9 @@ from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workloads.engine.api import (
     Planned,
     SubmissionOutcome,
-    SubmissionResult,
 )
-from pytest_megatron.workloads.training.plan.plan import AttemptPlan
-from pytest_megatron.workloads.training.run.runner import PhaseEnd, PhaseResult
+from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
+from pytest_megatron.workloads.training.run.runner import PhaseEnd
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,26 +49,8 @@ class JobSpec:
     options: dict[str, str]
 
 
-_RESULT = tuple(field.name for field in fields(PhaseResult))
-_SUBMISSION = tuple(field.name for field in fields(SubmissionResult))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRecord(PhaseResult):
-    """End of a phase without its plan, which the controller has."""
-
-    number: int
-
-    @classmethod
-    def of(cls, end: PhaseEnd) -> Self:
-        """Return the record of an end, without the environment that a script left."""
-        script = None if end.script is None else replace(end.script, env={})
-        result = {name: getattr(end, name) for name in _RESULT}
-        return cls(number=end.plan.number, **{**result, "script": script})
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord(SubmissionResult):
+class JobRecord(SubmissionOutcome):
     """Outcome that a job writes when it ends.
 
     Attributes:
@@ -81,7 +60,6 @@ class JobRecord(SubmissionResult):
     """
 
     key: str
-    ends: tuple[EndRecord, ...]
     job_id: str = ""
     num_restarts: int = 0
     started: float = 0.0
@@ -160,7 +138,17 @@ def write_record(path: Path, record: JobRecord) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json_atomically(path, parse_json(adapter(JobRecord).dump_json(record)))
+    bare = replace(record, ends=tuple(map(_without_secrets, record.ends)))
+    write_json_atomically(path, parse_json(adapter(JobRecord).dump_json(bare)))
+
+
+def _without_secrets(end: PhaseEnd) -> PhaseEnd:
+    """Return an end without all that its phase was started with, which the controller has."""
+    plan = end.plan
+    number, dirs = plan.number, plan.dirs
+    plan = PhasePlan(number=number, dirs=dirs, argv=(), env={}, own_env={}, last_iteration=None)
+    script = None if end.script is None else replace(end.script, env={})
+    return replace(end, plan=plan, script=script)
 
 
 def read_record(path: Path) -> JobRecord | None:
@@ -185,27 +173,20 @@ def outcome_of(record: JobRecord, planned: Planned, controller: SessionFacts) ->
         planned: What the job carried out.
         controller: Its checkout counts where the job's cannot be read.
     """
-    outcome = SubmissionOutcome(
-        ends=_with_plans(record.ends, planned.plan),
-        **{name: getattr(record, name) for name in _SUBMISSION},
-    )
-    if record.facts is None:
-        return outcome
-    known = controller if record.facts.commit is None else record.facts
-    facts = replace(
-        record.facts,
-        commit=known.commit,
-        edited=known.edited,
-        new=controller.new,
-        is_dirty=controller.is_dirty,
-    )
-    return replace(outcome, facts=facts)
-
-
-def _with_plans(ends: Sequence[EndRecord], plan: AttemptPlan) -> tuple[PhaseEnd, ...]:
-    """Return the ends of phases with their plans."""
-    phases = {phase.number: phase for phase in plan.phases}
-    return tuple(
-        PhaseEnd(plan=phases[end.number], **{name: getattr(end, name) for name in _RESULT})
-        for end in ends
+    phases, facts = {phase.number: phase for phase in planned.plan.phases}, record.facts
+    if facts is not None:
+        known = controller if facts.commit is None else facts
+        facts = replace(
+            facts,
+            commit=known.commit,
+            edited=known.edited,
+            new=controller.new,
+            is_dirty=controller.is_dirty,
+        )
+    return SubmissionOutcome(
+        ends=tuple(replace(end, plan=phases[end.plan.number]) for end in record.ends),
+        health=record.health,
+        facts=facts,
+        hosts=record.hosts,
+        trouble=record.trouble,
     )

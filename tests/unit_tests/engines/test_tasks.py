@@ -362,7 +362,7 @@ def test_phases_follow_one_another_and_scripts_run_on_task_0_alone(tmp_path: Pat
     spec = replace(spec, plan=replace(spec.plan, phases=(first, second)))
     with step(tmp_path, spec, 2, 1, OMP_NUM_THREADS="3") as found:
         record = found.record()
-    assert [(end.number, end.returncode) for end in record.ends] == [(1, 0), (2, 1)]
+    assert [(end.plan.number, end.returncode) for end in record.ends] == [(1, 0), (2, 1)]
     assert [found.shown(rank, "EXPORTED") for rank in range(2)] == ["of the script"] * 2
     assert [found.shown(rank, "OMP_NUM_THREADS") for rank in range(2)] == ["3", "3"]
     assert (tmp_path / "scripts").read_text() == "once\nafter 0\n"

@@ -174,7 +174,7 @@ def test_a_phase_begins_where_all_ranks_of_the_one_before_ended_well(
     second = replace(first, number=2, dirs=dirs, start=start)
     job = Job(tmp_path, slurm_lab, replace(spec, plan=replace(spec.plan, phases=(first, second))))
     record = job.ended("FAILED" if deeds else "COMPLETED")
-    codes = [(end.number, end.returncode) for end in record.ends]
+    codes = [(end.plan.number, end.returncode) for end in record.ends]
     assert codes == ([(1, 1)] if deeds else [(1, 0), (2, 0)])
     found = [path.read_text() for path in sorted(dirs.logs.glob("*/stdout.log"))]
     assert found == ([] if deeds else ["rank 0 has met 2\n", "rank 1 has met 2\n"])

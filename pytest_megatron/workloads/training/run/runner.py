@@ -414,8 +414,8 @@ class ScriptEnd:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseResult:
-    """Result of a phase.
+class PhaseEnd:
+    """The end of a phase.
 
     Attributes:
         returncode: The launcher's, negative for a signal.
@@ -431,6 +431,7 @@ class PhaseResult:
         outlived: Logs behind whose last traceback their rank went on until it was stopped.
     """
 
+    plan: PhasePlan
     end: End
     returncode: int
     num_left: int
@@ -443,13 +444,6 @@ class PhaseResult:
     waiting: tuple[int, ...] = ()
     quiet_s: float = 0.0
     outlived: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseEnd(PhaseResult):
-    """The end of a phase."""
-
-    plan: PhasePlan
 
     @property
     def is_clean(self) -> bool:

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
@@ -146,20 +146,6 @@ def parse_json(text: str | bytes, *, is_lenient: bool = False) -> JsonValue:
         return value if _SURROGATE.search(text) is None else encodable(value)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-
-
-def json_objects(lines: str | bytes) -> Iterator[dict[str, JsonValue]]:
-    """Yield the JSON objects that stand in a line each; a line without one is left out.
-
-    The last line of a file is none where its writer was killed within it.
-    """
-    for line in lines.splitlines():
-        try:
-            row = parse_json(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            yield row
 
 
 def _integer(text: str) -> int | None:

@@ -9,7 +9,6 @@ import pytest
 from pytest_megatron.base.files import (
     JsonValue,
     append_lines,
-    json_objects,
     parse_json,
     read_bytes,
     read_json,
@@ -82,11 +81,6 @@ def test_texts_that_are_parsed_can_be_written(text: str | bytes, value: JsonValu
     found = parse_json(text)
     assert found == value
     json.dumps(found, ensure_ascii=False).encode()
-
-
-def test_a_line_that_is_no_object_is_left_out() -> None:
-    lines = b'{"a": 1}\n3\n\nno JSON\n{"b": 2}\n{"c": '
-    assert list(json_objects(lines)) == [{"a": 1}, {"b": 2}]
 
 
 def test_lines_are_appended_behind_one_that_a_killed_writer_left(tmp_path: Path) -> None:

@@ -26,12 +26,10 @@ from pytest_megatron.workloads.engine.local import open_engine
 from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
 from pytest_megatron.workloads.items.report import (
     ItemRetries,
-    StepClock,
-    progress_text,
+    TrainingListener,
     show_findings,
     uncaptured,
 )
-from pytest_megatron.workloads.training.run.runner import Progress, parse_progress
 from pytest_megatron.workloads.verdict.driver import Repeat, begin
 from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
 from pytest_megatron.workloads.verdict.scheduler import (
@@ -88,7 +86,7 @@ class QueueTerminal:
         self._counts: tuple[int, ...] = ()
         self._detail = ""
         self._printed_at = float("-inf")
-        self._progress: dict[str, tuple[StepClock, str]] = {}
+        self._progress: dict[str, str] = {}
 
     @property
     def _reporter(self) -> pytest.TerminalReporter | None:
@@ -98,9 +96,17 @@ class QueueTerminal:
         )
         return reporter
 
-    def listener(self, name: str) -> QueueListener:
-        """Return a listener that prints the lines of one workload under its name."""
-        return QueueListener(self, name, has_iterations=self._config.getoption("verbose") > 0)
+    def listener(self, name: str) -> TrainingListener:
+        """Return a listener that prints the lines of one workload under its name.
+
+        How far it is becomes a line of the state, until it ends.
+        """
+        return TrainingListener(
+            self._config,
+            name,
+            lambda lines: self.write([f"{name}: {line}" for line in lines]),
+            functools.partial(self._progress.__setitem__, name),
+        )
 
     def show(self, progress: QueueProgress) -> None:
         """Show the state of the queue, if it is new."""
@@ -109,7 +115,7 @@ class QueueTerminal:
             return
         now = time.monotonic()
         rows = [queue_text(self._engine, progress, now - self._started)]
-        texts = [f"  {text}" for _, text in self._progress.values()]
+        texts = [f"  {text}" for text in self._progress.values()]
         rows += texts[:_MOST_SHOWN]
         if len(texts) > _MOST_SHOWN:
             rows.append(f"  and {len(texts) - _MOST_SHOWN} more")
@@ -122,12 +128,6 @@ class QueueTerminal:
         ):
             self._counts, self._detail, self._printed_at = counts, detail, now
             self.write(rows)
-
-    def note_progress(self, name: str, phase: str, progress: Progress) -> None:
-        """Show how far a workload is, in a line of its own until it ends."""
-        clock, _ = self._progress.get(name) or (StepClock(), "")
-        text = progress_text(name, phase, clock.timed(phase, progress))
-        self._progress[name] = clock, text
 
     def note_end(self, name: str) -> None:
         """Remove the line of a workload."""
@@ -145,28 +145,6 @@ class QueueTerminal:
                 writer.line()
             for line in lines:
                 writer.line(line)
-
-
-class QueueListener:
-    """Prints lines of one workload under its name, and shows its progress with the queue.
-
-    The iteration lines of a training become part of that; `-v` copies them as well.
-    """
-
-    def __init__(self, terminal: QueueTerminal, name: str, *, has_iterations: bool) -> None:
-        self._terminal = terminal
-        self._name = name
-        self._has_iterations = has_iterations
-
-    def on_lines(self, lines: list[str]) -> None:
-        """Print lines of a running job."""
-        shown = [x for x in lines if self._has_iterations or parse_progress(x) is None]
-        if shown:
-            self._terminal.write([f"{self._name}: {line}" for line in shown])
-
-    def on_progress(self, phase: str, progress: Progress) -> None:
-        """Show it with the state of the queue."""
-        self._terminal.note_progress(self._name, phase, progress)
 
 
 NAME = "megatron-queue"

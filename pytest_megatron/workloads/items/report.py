@@ -58,11 +58,46 @@ def uncaptured(config: pytest.Config) -> contextlib.AbstractContextManager[None]
     return found
 
 
-class LiveTerminal:
-    """Copies the lines of tee'd ranks to the terminal, and says now and then how far it is.
+class TrainingListener:
+    """Passes on what a training prints, and how far it is in place of its iteration lines.
 
-    The iteration lines of the training become lines of progress; `-v` copies them as well.
+    With `-v` it passes these on as well.
     """
+
+    def __init__(
+        self,
+        config: pytest.Config,
+        name: str,
+        write: Callable[[Sequence[str]], None],
+        show: Callable[[str], None],
+    ) -> None:
+        """Begin to measure the time of iterations.
+
+        Args:
+            config: Configuration of this process.
+            name: Of the workload, for its progress.
+            write: Takes whole lines.
+            show: Takes how far it is.
+        """
+        self._copies_iterations = config.getoption("verbose") > 0
+        self._name = name
+        self._write = write
+        self._show = show
+        self._clock = StepClock()
+
+    def on_lines(self, lines: list[str]) -> None:
+        """Pass lines on, without those that the progress stands for."""
+        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
+        if shown:
+            self._write(shown)
+
+    def on_progress(self, phase: str, progress: Progress) -> None:
+        """Pass the progress on."""
+        self._show(progress_text(self._name, phase, self._clock.timed(phase, progress)))
+
+
+class LiveTerminal(TrainingListener):
+    """Copies the lines of tee'd ranks to the terminal, and says now and then how far it is."""
 
     def __init__(self, config: pytest.Config, node_id: str, *, note: Path | None) -> None:
         """Begin to show a training's progress.
@@ -73,30 +108,21 @@ class LiveTerminal:
             note: Where a process without a terminal, a worker of pytest-xdist, notes the progress
                 for the one that has it; None shows it here.
         """
+        super().__init__(config, node_id.rpartition("::")[2], self._write_lines, self._show_text)
         reporter = config.pluginmanager.get_plugin("terminalreporter") if note is None else None
         self._config = config
         self._writer = None if reporter is None else reporter._tw  # pytest's plugins do this, too
-        self._copies_iterations = config.getoption("verbose") > 0
-        self._name = node_id.rpartition("::")[2]
         self._has_line = False
         self._next_line_at = time.monotonic() + (_LINE_EVERY_S if note is None else 0)
         self._note = note
-        self._clock = StepClock()
 
     def close(self) -> None:
         """Remove the note."""
         if self._note is not None:
             self._note.unlink(missing_ok=True)
 
-    def on_lines(self, lines: list[str]) -> None:
-        """Copy lines, without those that the lines of progress stand for."""
-        shown = [x for x in lines if self._copies_iterations or parse_progress(x) is None]
-        if shown:
-            self._write(shown)
-
-    def on_progress(self, phase: str, progress: Progress) -> None:
+    def _show_text(self, text: str) -> None:
         """Show the progress, now and then."""
-        text = progress_text(self._name, phase, self._clock.timed(phase, progress))
         if time.monotonic() < self._next_line_at:
             return
         if self._note is not None:
@@ -105,9 +131,9 @@ class LiveTerminal:
                 write_text_atomically(self._note, text)
         else:
             self._next_line_at = time.monotonic() + _LINE_EVERY_S
-            self._write([text])
+            self._write_lines([text])
 
-    def _write(self, lines: Sequence[str]) -> None:
+    def _write_lines(self, lines: Sequence[str]) -> None:
         """Write whole lines."""
         if self._writer is None:
             return

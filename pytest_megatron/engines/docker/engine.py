@@ -39,13 +39,13 @@ from pytest_megatron.runs.record import read_if_whole
 from pytest_megatron.workloads.engine.api import (
     EngineContext,
     EngineError,
+    LeasingEngine,
     Planned,
     Resources,
     Submission,
     SubmissionOutcome,
     TroubleKind,
 )
-from pytest_megatron.workloads.engine.local import LeasingEngine
 from pytest_megatron.workloads.engine.records import (
     JobSpec,
     outcome_of,

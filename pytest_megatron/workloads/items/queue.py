@@ -21,8 +21,7 @@ from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.session.options import LOCAL, has_workers, usage_errors
 from pytest_megatron.session.run_file import run_file_of
 from pytest_megatron.session.state import RunSession
-from pytest_megatron.workloads.engine.api import Engine, EngineContext
-from pytest_megatron.workloads.engine.local import open_engine
+from pytest_megatron.workloads.engine.api import Engine, EngineContext, open_engine
 from pytest_megatron.workloads.items.collect import WorkloadItem, runner_of
 from pytest_megatron.workloads.items.report import (
     ItemRetries,

@@ -18,11 +18,12 @@ from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import (
     EngineError,
+    LocalEngine,
     Submission,
     SubmissionOutcome,
     TroubleKind,
+    open_engine,
 )
-from pytest_megatron.workloads.engine.local import LocalEngine, open_engine
 from pytest_megatron.workloads.engine.records import of_start, read_record, read_spec
 from pytest_megatron.workloads.verdict.attempt import Verdict
 from pytest_megatron.workloads.verdict.driver import begin, train

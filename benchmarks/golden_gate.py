@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
 from pytest_megatron.errors import GoldenError
+from pytest_megatron.runs.record import RecordedWorkload
 from pytest_megatron.workloads.golden.model import Golden, Provenance, is_loss, series_of
 from pytest_megatron.workloads.golden.store import parse_golden, read_golden
 from pytest_megatron.workloads.refresh.gate import Candidate, soft_refusals
@@ -164,7 +165,7 @@ def _passes(path: Path, candidate: Golden, old: Golden | None) -> bool:
         node_id=str(path),
         target=PurePosixPath(path.name),
         directory=path.parent,
-        verdict="failed",
+        record=RecordedWorkload(verdict="failed"),
         golden=candidate,
         first_step=1,
         has_cross_entropy="grpo" not in str(path) and "/rl" not in str(path),

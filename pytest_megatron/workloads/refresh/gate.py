@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Self
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
-from pytest_megatron.runs.record import RecordedAttempt
+from pytest_megatron.runs.record import RecordedAttempt, RecordedGolden, RecordedWorkload
 from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.result import layer_text
@@ -59,43 +59,30 @@ class Candidate:
     Attributes:
         target: Where the golden belongs, relative to the project.
         directory: Directory of the workload, in the run or in an unpacked artifact of it.
-        verdict: The run's word: `passed`, `failed`, `flaky` or `broken`.
-        problem: Why it did not pass, as the run printed it.
+        record: What the run says of it; `skipped` before it has run.
         golden: Values and provenance, None where the run left none.
         repeats: The values of each clean repeat.
         first_step: The iteration that the training begins with; None where that is not known.
         last_step: The iteration that the plan trains to; None where it names none.
         has_cross_entropy: Whether a loss of it is one: not negative, and falling with training.
-        platform: Platform of the row.
         spread: Differences between repeats that the policy does not allow, a line each.
         disagreements: Comparisons that failed, but for the golden's: a resumed training, gradients.
-        is_expected_to_fail: `TEST_EVALUATION: xpass`, and it did.
-        is_quarantined: True if a failure of it does not count.
         damage: Missing or wrong parts of the run's files.
-        uncommitted: What the tree had beside its commit when the run began, by name.
-        changed: What of the tree was not as it was then when the workload had trained.
     """
 
     node_id: str
     target: PurePosixPath
     directory: Path
-    verdict: str
-    problem: str | None = None
+    record: RecordedWorkload
     golden: Golden | None = None
-    attempts: tuple[RecordedAttempt, ...] = ()
     repeats: tuple[MetricMap, ...] = ()
     first_step: int | None = None
     last_step: int | None = None
     has_cross_entropy: bool = True
-    platform: str | None = None
     spread: tuple[str, ...] = ()
     disagreements: tuple[str, ...] = ()
-    is_expected_to_fail: bool = False
-    is_quarantined: bool = False
     is_lightweight: bool = False
     damage: tuple[str, ...] = ()
-    uncommitted: tuple[str, ...] = ()
-    changed: tuple[str, ...] = ()
 
 
 class GateRule(Enum):
@@ -524,33 +511,34 @@ def _check_training(candidate: Candidate) -> Iterator[Refusal]:
             "a lightweight run measures nothing to keep; run it without --lightweight",
         )
         return
-    if candidate.is_expected_to_fail:
+    record = candidate.record
+    if record.is_expected:
         text = "the case is expected to fail, and did; fix it and take TEST_EVALUATION out of it"
         yield Refusal(GateRule.EXPECTED_FAILURE, text)
         return
-    if candidate.is_quarantined:
+    if record.is_held and record.verdict != "passed":
         text = (
             "its failure did not count, so nothing says it is right; fix it and end its "
             "quarantine, then run it again"
         )
         yield Refusal(GateRule.QUARANTINE, text)
         return
-    failed = [attempt for attempt in candidate.attempts if attempt.cause is not None]
-    if failed and any(_is_later(one, failed[0]) for one in candidate.attempts):
+    failed = [attempt for attempt in record.attempts if attempt.cause is not None]
+    if failed and any(_is_later(one, failed[0]) for one in record.attempts):
         text = f"needed another attempt, so it is no golden; run it again: {failed[0].cause}"
         yield Refusal(GateRule.RETRY, text)
     elif failed:
         text = f"{failed[0].cause}; run it again, once it trains to its end"
         yield Refusal(GateRule.NOT_TRAINED, text)
-    counted_codes = (code for a in candidate.attempts if a.note is None for code in a.exit_codes)
+    counted_codes = (code for a in record.attempts if a.note is None for code in a.exit_codes)
     if not failed and (bad := next(filter(None, counted_codes), None)):
         text = f"a phase ended with exit code {bad}; fix the training, then run it again"
         yield Refusal(GateRule.NOT_TRAINED, text)
-    faults = [f for a in candidate.attempts if a.health is not None for f in a.health.faults]
+    faults = [f for a in record.attempts if a.health is not None for f in a.health.faults]
     if faults:
         yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
-    if not failed and (candidate.verdict == "broken" or candidate.golden is None):
-        text = candidate.problem or "the run left no values for it"
+    if not failed and (record.verdict == "broken" or candidate.golden is None):
+        text = record.problem or "the run left no values for it"
         yield Refusal(GateRule.NOT_TRAINED, text.splitlines()[0])
 
 
@@ -671,28 +659,29 @@ def _check_origin(
 ) -> Iterator[Refusal]:
     """Check where a candidate was measured: platform, GPU, number of ranks."""
     assert candidate.golden is not None
-    origin = candidate.golden.provenance
+    origin, record = candidate.golden.provenance, candidate.record
+    tree = record.golden or RecordedGolden()
     if origin is None or (origin.commit is None and not is_dirty_allowed):
         yield Refusal(
             GateRule.NOT_COMMITTED,
             "the run was not of a git commit, which the golden has to name; commit, or give "
             "--allow-dirty",
         )
-    elif candidate.changed and not is_dirty_allowed:
+    elif tree.changed and not is_dirty_allowed:
         yield Refusal(
             GateRule.DIRTY,
-            f"the tree changed after the run had begun: {listed(candidate.changed, MOST_CHANGED)}; "
+            f"the tree changed after the run had begun: {listed(tree.changed, MOST_CHANGED)}; "
             f"{LEAVE_ALONE}",
         )
     elif origin.is_dirty and not is_dirty_allowed:
-        names = f": {listed(candidate.uncommitted, MOST_NAMED)}" if candidate.uncommitted else ""
+        names = f": {listed(tree.uncommitted, MOST_NAMED)}" if tree.uncommitted else ""
         yield Refusal(
             GateRule.DIRTY,
             f"the tree of the run had changes that its commit lacks{names}; commit them, or have "
             "git ignore those that no training reads, and run again; or give --allow-dirty, which "
             "the golden then says",
         )
-    platform = candidate.platform
+    platform = record.platform
     wanted = PLATFORM_GPUS.get(platform or "")
     gpu = None if origin is None else origin.gpu
     if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):

@@ -102,8 +102,10 @@ def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candi
                     node_id=plan.node_id,
                     target=PurePosixPath(directory.name),
                     directory=directory,
-                    verdict="broken",
-                    problem="the run was stopped while this was measured; run it again",
+                    record=RecordedWorkload(
+                        verdict="broken",
+                        problem="the run was stopped while this was measured; run it again",
+                    ),
                 )
             )
     return tuple(found)
@@ -130,21 +132,9 @@ def read_candidate(
     """
     golden = record.golden or RecordedGolden()
     target = _target_of(golden, node_id)
-    found = Candidate(
-        node_id=node_id,
-        target=target,
-        directory=directory,
-        verdict=record.verdict,
-        problem=record.problem,
-        attempts=record.attempts,
-        platform=record.platform,
-        is_expected_to_fail=record.is_expected,
-        is_quarantined=record.is_held and record.verdict != "passed",
-        uncommitted=golden.uncommitted,
-        changed=golden.changed,
-    )
+    found = Candidate(node_id=node_id, target=target, directory=directory, record=record)
     try:
-        return _with_values(found, root, policy, golden.digests or {})
+        return _with_values(found, root, policy)
     except (MegatronError, OSError) as error:
         text = (
             str(error)
@@ -161,15 +151,15 @@ def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) 
             yield f"{file}: is not what the run measured; accept the run as it was"
 
 
-def _with_values(
-    found: Candidate, root: Path, policy: ComparisonPolicy, digests: Mapping[str, str]
-) -> Candidate:
+def _with_values(found: Candidate, root: Path, policy: ComparisonPolicy) -> Candidate:
     """Return a candidate with the metrics that its repeats measured."""
-    clean = [attempt for attempt in found.attempts if attempt.cause is None]
+    record = found.record
+    digests = None if record.golden is None else record.golden.digests
+    clean = [attempt for attempt in record.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
         return found
-    problem = _wrong_attempts(found)
+    problem = _wrong_attempts(found.directory, record)
     if problem is not None:
         return replace(found, damage=(problem,))
     golden = read_golden(path)
@@ -192,7 +182,7 @@ def _with_values(
         disagreements=tuple(_disagreements(found.directory)),
         damage=(
             *_falsified(found, golden, repeats, plan),
-            *_edited(found.directory, [path, *files], digests),
+            *_edited(found.directory, [path, *files], digests or {}),
         ),
     )
     sides = [m.generation or m.metrics for m in measured]
@@ -259,13 +249,13 @@ def _is_near(a: float | str, b: float | str) -> bool:
     return a == b or abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
 
 
-def _wrong_attempts(found: Candidate) -> str | None:
+def _wrong_attempts(directory: Path, record: RecordedWorkload) -> str | None:
     """Return why the record does not fit the files of the directory."""
-    listed = {_attempt_dir(found.directory, attempt) for attempt in found.attempts}
-    there = {path for path in found.directory.glob("repeat_*/attempt_*") if path.is_dir()}
+    listed = {_attempt_dir(directory, attempt) for attempt in record.attempts}
+    there = {path for path in directory.glob("repeat_*/attempt_*") if path.is_dir()}
     if listed != there:
         return (
-            f"{found.directory}: run.json lists {counted(len(listed), 'attempt')}, "
+            f"{directory}: run.json lists {counted(len(listed), 'attempt')}, "
             f"the directory holds {len(there)}; accept the run as it was"
         )
     return None
@@ -301,7 +291,7 @@ def _case_of(found: Candidate, root: Path) -> tuple[WorkloadCase, ComparedWorklo
         if row.item_name == name and row.own_case is not None:
             return parse_case(row.own_case), ComparedWorkload.of(row)
     case = "/".join(found.target.parts[-3:-1])
-    return read_case(path), ComparedWorkload(case=case, platform=found.platform)
+    return read_case(path), ComparedWorkload(case=case, platform=found.record.platform)
 
 
 def _measured(attempt: Path) -> Path:
@@ -418,9 +408,10 @@ def make_prospect(
         node_id=job.node_id,
         target=target,
         directory=job.dirs.root,
-        verdict="",
+        record=RecordedWorkload(
+            verdict="skipped", platform=job.workload.platform if is_here else None
+        ),
         golden=Golden(path=str(target), metrics={}, provenance=provenance),
-        platform=job.workload.platform if is_here else None,
     )
 
 

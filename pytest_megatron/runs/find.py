@@ -19,8 +19,8 @@ from pytest_megatron.runs.record import (
     RecordedExecution,
     RecordedItem,
     RecordedPlan,
-    RecordedRun,
     RecordedTest,
+    Result,
     read_if_whole,
     read_record,
     read_run,
@@ -41,7 +41,7 @@ class Chosen:
     """
 
     run_dir: Path
-    run: RecordedRun
+    run: Result
     node_id: str
     item: RecordedItem
     attempt: RecordedAttempt | RecordedExecution | None
@@ -67,7 +67,7 @@ class Chosen:
         return self.item.headline or cause or ""
 
 
-def read_own_run(run_dir: Path) -> RecordedRun:
+def read_own_run(run_dir: Path) -> Result:
     """Return the record of a run from which something is to be done again.
 
     Raises:
@@ -116,7 +116,7 @@ def find_plan(run_dir: Path, node_id: str, repeat: int, attempt: int) -> tuple[P
 
 
 def choose(
-    runs: Mapping[Path, RecordedRun],
+    runs: Mapping[Path, Result],
     wanted: str | None,
     *,
     where: str = "PATH",
@@ -153,7 +153,7 @@ def choose(
     )
 
 
-def _only_failure(runs: Mapping[Path, RecordedRun], where: str) -> tuple[Path, str]:
+def _only_failure(runs: Mapping[Path, Result], where: str) -> tuple[Path, str]:
     """Return the only item that failed; several are an error that names them."""
     items = _items(runs)
     found, what = _worst(runs, items)
@@ -164,12 +164,12 @@ def _only_failure(runs: Mapping[Path, RecordedRun], where: str) -> tuple[Path, s
     return found[0]
 
 
-def _items(runs: Mapping[Path, RecordedRun]) -> list[tuple[Path, str]]:
+def _items(runs: Mapping[Path, Result]) -> list[tuple[Path, str]]:
     return [(path, node_id) for path, run in runs.items() for node_id in run.items]
 
 
 def _worst(
-    runs: Mapping[Path, RecordedRun], items: Sequence[tuple[Path, str]]
+    runs: Mapping[Path, Result], items: Sequence[tuple[Path, str]]
 ) -> tuple[Sequence[tuple[Path, str]], str | None]:
     """Return those of `items` that failed, else the flaky ones, with the word for it, else all."""
     for what, verdicts in (("failed", ("failed", "broken")), ("were flaky", ("flaky",))):
@@ -179,7 +179,7 @@ def _worst(
     return items, None
 
 
-def _named(runs: Mapping[Path, RecordedRun], wanted: str) -> tuple[Path, str]:
+def _named(runs: Mapping[Path, Result], wanted: str) -> tuple[Path, str]:
     """Return the one item with this node id, name or part of a name."""
     items = _items(runs)
     exact = [pair for pair in items if pair[1] == wanted]
@@ -222,7 +222,7 @@ def _execution(
     return found[-1] if found else None
 
 
-def _before(run: RecordedRun, found: RecordedExecution) -> tuple[str, ...]:
+def _before(run: Result, found: RecordedExecution) -> tuple[str, ...]:
     """Return what the same gang ran earlier, by the places in which executions began."""
     if found.run is None:
         return ()
@@ -489,5 +489,5 @@ def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tup
 
 
 def _kept(directory: Path) -> KeptRun:
-    run = read_if_whole(directory / RUN_FILE, RecordedRun) or RecordedRun(items={})
+    run = read_if_whole(directory / RUN_FILE, Result) or Result(items={})
     return KeptRun(directory=directory, exit_code=run.exit_code, num_items=len(run.items))

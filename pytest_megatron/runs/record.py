@@ -336,7 +336,7 @@ _INTERRUPTED = 2  # exit code of pytest
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedRun(RecordedFacts, RecordedFile):
+class Result(RecordedFacts, RecordedFile):
     """`run.json`.
 
     Attributes:
@@ -598,13 +598,13 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def read_run(run_dir: Path) -> RecordedRun:
+def read_run(run_dir: Path) -> Result:
     """Return the content of `run.json` in a run directory.
 
     Raises:
         RunError: It cannot be read.
     """
-    return read_record(run_dir / RUN_FILE, RecordedRun)
+    return read_record(run_dir / RUN_FILE, Result)
 
 
 def read_record(path: Path, model: type[_Record]) -> _Record:
@@ -650,12 +650,12 @@ def to_json(record: DataclassInstance) -> dict[str, JsonValue]:
     """Return the content of a file, or of a part of one."""
     found = _dumped(record)
     items = found.get("items")
-    if isinstance(record, RecordedRun) and isinstance(items, dict):
+    if isinstance(record, Result) and isinstance(items, dict):
         found["items"] = {name: _present(item) for name, item in items.items()}
     return found
 
 
-def run_text(run: RecordedRun) -> str:
+def run_text(run: Result) -> str:
     """Return the text of `run.json`: indented, with one line for each item.
 
     Python indents at a tenth of the speed, which counts with thousands of items.
@@ -721,7 +721,7 @@ def is_variable(name: str) -> bool:
 
 def json_schema() -> dict[str, JsonValue]:
     """Return the JSON schema of `run.json`."""
-    return schema.json_schema(RecordedRun, "run.json of a pytest-megatron run")
+    return schema.json_schema(Result, "run.json of a pytest-megatron run")
 
 
 # Writes pages of runs below a path; returns the index, and an error for each run that it lacks.

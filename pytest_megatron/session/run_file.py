@@ -25,9 +25,9 @@ from pytest_megatron.runs.record import (
     OptionValue,
     RecordedItem,
     RecordedPatch,
-    RecordedRun,
     RecordedTest,
     RecordedWorkload,
+    Result,
     is_variable,
     item_to_json,
     run_text,
@@ -256,7 +256,7 @@ class RunFile(RecordCarrier):
         if not self._has_patch:
             self._patch, self._has_patch = keep_patch(self._session), True
         config, session = self._config, self._session
-        run = RecordedRun(
+        run = Result(
             started=self._started,
             updated=utc_now(),
             is_redacted=self._is_redacted,

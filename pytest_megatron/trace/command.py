@@ -36,8 +36,8 @@ from pytest_megatron.runs.layout import OWN_DIR, PLAN_FILE, TRACE_DIR, item_dirs
 from pytest_megatron.runs.record import (
     RecordedPhase,
     RecordedPlan,
-    RecordedRun,
     RecordedWorkload,
+    Result,
     read_if_whole,
     read_run,
 )
@@ -173,7 +173,7 @@ def _is_wanted(name: PurePath) -> bool:
 
 def _traces_of(run: FoundRun) -> Iterator[FoundTrace]:
     """Yield the traces of a run."""
-    record: RecordedRun = read_run(run.directory)
+    record: Result = read_run(run.directory)
     for node_id, item in record.items.items():
         if isinstance(item, RecordedWorkload):
             yield from _traces_in(item_dirs(run.directory, node_id).root, node_id)

@@ -30,9 +30,9 @@ from pytest_megatron.runs.record import (
     RecordedHealthFile,
     RecordedMetric,
     RecordedPlan,
-    RecordedRun,
     RecordedTriage,
     RecordedWorkload,
+    Result,
     read_if_whole,
 )
 from pytest_megatron.triage.logs.flight_recorder import is_flight_name, rank_of
@@ -156,7 +156,7 @@ def _diagnosed(attempt: Path, number: int) -> RecordedFailure | None:
 
 def _exit_code(run_file: Path, attempt: Path, number: int) -> int | None:
     """Return the exit code that `run.json` has of a phase; the run may have moved since."""
-    run = read_if_whole(run_file, RecordedRun)
+    run = read_if_whole(run_file, Result)
     items = () if run is None else run.items.values()
     for item in items:
         for row in item.attempts if isinstance(item, RecordedWorkload) else ():

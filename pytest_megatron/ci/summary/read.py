@@ -36,10 +36,10 @@ from pytest_megatron.runs.record import (
     RecordedExecution,
     RecordedItem,
     RecordedPlan,
-    RecordedRun,
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
+    Result,
     read_if_whole,
     read_record,
 )
@@ -415,7 +415,7 @@ def _reproduce(shown: str, node_id: str) -> str:
     return shlex.join(["pytest-megatron", "repro", artifact, node_id])
 
 
-def _unfinished(run: RecordedRun, run_dir: Path, collector: _JobCollector) -> str | None:
+def _unfinished(run: Result, run_dir: Path, collector: _JobCollector) -> str | None:
     """Return the problem with the end of a run; None if its items explain the exit code."""
     code = run.exit_code
     if run.ended is None or code is None:
@@ -432,7 +432,7 @@ def _unfinished(run: RecordedRun, run_dir: Path, collector: _JobCollector) -> st
     return None
 
 
-def _running(run: RecordedRun, run_dir: Path) -> str | None:
+def _running(run: Result, run_dir: Path) -> str | None:
     """Return the workload that has a plan and no record: it was running when the run was killed."""
     files = sorted(run_dir.glob("*/repeat_*/attempt_*/plan.json"))
     plans = (read_if_whole(file, RecordedPlan) for file in files)

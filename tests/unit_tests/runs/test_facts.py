@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.environment import gather_facts, tree_at_start, utc_now
-from pytest_megatron.runs.record import RecordedRun, to_json
+from pytest_megatron.runs.record import Result, to_json
 from pytest_megatron.runs.tree import read_tree
 
 
@@ -157,7 +157,7 @@ def test_facts_are_keys_of_a_run_with_versions_and_image(
     checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTEST_MEGATRON_IMAGE", "nvcr.io/x@sha256:1")
-    found = to_json(RecordedRun(items={}, **vars(gather_facts(checkout).recorded())))
+    found = to_json(Result(items={}, **vars(gather_facts(checkout).recorded())))
     assert json.loads(json.dumps(found)) == found
     assert found["image"] == "nvcr.io/x@sha256:1"
     versions = found["versions"]

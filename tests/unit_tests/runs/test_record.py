@@ -21,10 +21,10 @@ from pytest_megatron.runs.record import (
     FORMAT_VERSION,
     RecordedComparison,
     RecordedPlan,
-    RecordedRun,
     RecordedTest,
     RecordedTriage,
     RecordedWorkload,
+    Result,
     item_to_json,
     read_if_whole,
     read_record,
@@ -177,7 +177,7 @@ def test_a_file_that_no_run_wrote_is_one_error(tmp_path: Path, text: str, proble
     assert raised.value.where == str(tmp_path / "run.json")
     assert problem in raised.value.problem
     assert "\n" not in str(raised.value)
-    assert read_if_whole(tmp_path / "run.json", RecordedRun) is None
+    assert read_if_whole(tmp_path / "run.json", Result) is None
 
 
 def test_a_key_that_is_there_twice_has_its_last_value(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_an_item_crosses_from_a_worker_with_any_text(tmp_path: Path) -> None:
     item = RecordedTest(verdict="failed", world_size=2, problem="a \udc80 b", ranks={"0": "\ud800"})
     found = validate(RecordedTest, item_to_json(item))
     assert (found.problem, found.verdict) == ("a \ufffd b", "failed")
-    (tmp_path / "run.json").write_text(json.dumps(to_json(RecordedRun(items={"a::b": found}))))
+    (tmp_path / "run.json").write_text(json.dumps(to_json(Result(items={"a::b": found}))))
     assert read_run(tmp_path).items == {"a::b": found}
 
 

@@ -500,18 +500,6 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
     )
 
 
-def print_plan(
-    config: pytest.Config,
-    job: WorkloadJob,
-    plan: AttemptPlan,
-    golden: Path | None,
-    lines: Sequence[str],
-) -> None:
-    """Print the plan of a workload, and further lines about it."""
-    writer = config.get_terminal_writer()
-    writer.line("\n".join([plan_text(job, plan, golden), *lines, ""]))
-
-
 def print_summary(
     reporter: pytest.TerminalReporter,
     records: Mapping[str, RecordedWorkload],

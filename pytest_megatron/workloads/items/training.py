@@ -49,7 +49,7 @@ from pytest_megatron.workloads.items.report import (
     folded,
     item_record,
     mismatch,
-    print_plan,
+    plan_text,
     print_summary,
     show_findings,
     training_failure,
@@ -406,7 +406,8 @@ class TrainingPlugin(RecordCarrier):
         except LaunchError as problem:  # the plans of the others are wanted as well
             lines.append(f"  {self._session.shorten(str(problem))}")
             is_refused = True
-        print_plan(self._config, job, checked.plan, golden, lines)
+        text = plan_text(job, checked.plan, golden)
+        self._config.get_terminal_writer().line("\n".join([text, *lines, ""]))
         return bool(skipped) or not is_refused
 
     def _record(self, item: WorkloadItem, record: RecordedWorkload) -> None:

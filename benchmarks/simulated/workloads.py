@@ -156,13 +156,7 @@ def record_of(
         plan=PhasePlan(number=1, dirs=dirs, argv=(), env={}, own_env={}, last_iteration=None),
         end=End.EXITED,
         returncode=0 if is_good else 1,
-        num_left=0,
         duration_s=lasted_s,
-        hung_rank=None,
-        progress=None,
-        problem=None,
-        script=None,
-        saved=None,
     )
     return JobRecord(key=key, ends=(end,), health=None, facts=facts, hosts=hosts, trouble=None)
 

@@ -434,10 +434,10 @@ class PhaseEnd:
     plan: PhasePlan
     end: End
     returncode: int
-    num_left: int
-    duration_s: float
-    hung_rank: int | None
-    progress: Progress | None
+    num_left: int = 0
+    duration_s: float = 0.0
+    hung_rank: int | None = None
+    progress: Progress | None = None
     problem: str | None = None
     script: ScriptEnd | None = None
     saved: int | None = None
@@ -615,9 +615,7 @@ class _LossWatch:
             plan=phase,
             end=End.STOPPED,
             returncode=-signal.SIGTERM,
-            num_left=0,
             duration_s=now - self._began,
-            hung_rank=None,
             progress=progress,
         )
         problem = self.find(so_far)
@@ -646,10 +644,6 @@ def _run_phase(
             plan=phase,
             end=End.SCRIPT,
             returncode=before.returncode or 0,
-            num_left=0,
-            duration_s=0.0,
-            hung_rank=None,
-            progress=None,
             script=before,
         )
     end = _train(plan, replace(phase, env=env), listener, deadline, start, losses)

@@ -556,10 +556,12 @@ class RecordedDiagnosis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecordedEnd:
-    """End of the last phase of an attempt that failed.
+class RecordedFailure(RecordedDiagnosis):
+    """An attempt that failed, in `triage.json`; without a diagnosis it has only its end.
 
     Attributes:
+        phase_number: Of the last phase.
+        ended: How that ended.
         problem: Its headline.
         outlived: Logs behind whose last traceback their rank went on until it was stopped, as
             `3/stderr.log`.
@@ -571,11 +573,6 @@ class RecordedEnd:
     returncode: int | None = None
     problem: str | None = None
     outlived: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedFailure(RecordedDiagnosis, RecordedEnd):
-    """An attempt that failed, in `triage.json`; without a diagnosis it has only its end."""
 
 
 @dataclass(frozen=True, kw_only=True)

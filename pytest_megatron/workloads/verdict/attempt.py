@@ -7,7 +7,7 @@ import itertools
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import assert_never
@@ -21,10 +21,11 @@ from pytest_megatron.runs.headline import headline_fingerprint, make_headline, w
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import (
     RecordedDiagnosis,
-    RecordedEnd,
     RecordedEvidence,
+    RecordedFailure,
     RecordedFile,
     RecordedVerdict,
+    to_json,
 )
 from pytest_megatron.triage.api import triage_unit
 from pytest_megatron.triage.diagnosis import Diagnosis
@@ -150,7 +151,8 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
         end: End of the last phase.
         cause: Why it failed.
     """
-    ended = RecordedEnd(
+    failure = RecordedFailure(
+        **vars(cause.record),
         attempt=attempt.relative_to(dirs.root).as_posix(),
         phase_number=end.plan.number,
         ended=end.end.value,
@@ -158,7 +160,7 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
         problem=cause.text,
         outlived=end.outlived,
     )
-    row = {**asdict(ended), **asdict(cause.record)}
+    row = to_json(failure)
     try:
         rows = [*_rows(dirs.triage), row]
         write_json_atomically(dirs.triage, {**_first_keys(row), "attempts": rows})
@@ -169,7 +171,7 @@ def note_triage(dirs: ItemDirs, attempt: Path, end: PhaseEnd, cause: FailureCaus
 def _first_keys(row: dict[str, JsonValue]) -> dict[str, JsonValue]:
     """Return the keys that triage.json has beside the attempts, with those of the last failure."""
     keys = ("family", "transient", "root_rank", "signature", "evidence", "headline", "text")
-    return asdict(RecordedFile()) | {key: row[key] for key in keys if key in row}
+    return to_json(RecordedFile()) | {key: row[key] for key in keys}
 
 
 def _rows(path: Path) -> list[JsonValue]:

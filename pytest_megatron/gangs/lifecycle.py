@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gangs.ipc.messages import (
     Broken,
@@ -29,6 +28,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Stacks,
 )
 from pytest_megatron.gangs.merge import is_consequence
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.spec import (
     Action,
     AskForStacks,
@@ -164,17 +164,12 @@ class RankState(RankResult):
         self.done = self.at = None
         self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
         self.problem = self.stack = self.flight = ""
-        self.early = ()
+        self.reports = ()
 
     def undo(self) -> None:
         """Undo the rank's end of the test: it was lost before the others ended it."""
-        if self.done is not None:
-            self.early = tuple(
-                report
-                for report in self.done.reports
-                if isinstance(report, dict) and report.get("outcome") != "passed"
-            )
-            self.done = None
+        self.done = None
+        self.reports = tuple(report for report in self.reports if report.outcome != "passed")
 
     @property
     def is_settled(self) -> bool:
@@ -299,7 +294,7 @@ class Lifecycle:
         """
         self.state = GangState.STARTING
         self.problems: list[str] = []
-        self.late: dict[int, JsonValue] = {}
+        self.late: dict[int, PhaseReport] = {}
         self.outputs: dict[int, str] = {}
         self.unbegun = 0
         self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
@@ -447,10 +442,11 @@ class Lifecycle:
                 self._timers.begin_phase(now)
                 rank.ended_phase = message.when
                 if message.report is not None:
-                    rank.early += (message.report,)
+                    rank.reports += (message.report,)
                 self._note(rank, message.when, message.outcome, now)
             case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message
+                rank.reports += message.reports
                 if not rank.outcome:
                     rank.outcome = "passed"
                 if message.stop:  # the others may wait for it, as for a failed rank

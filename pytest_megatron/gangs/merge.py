@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import PurePath
-from typing import Literal, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, describe_exit, grouped, name_ranks
@@ -23,54 +22,15 @@ from pytest_megatron.gangs.crash import (
     waits_for_own_processes,
 )
 from pytest_megatron.gangs.ipc.messages import Done
+from pytest_megatron.gangs.phase_report import JsonObject, Outcome, PhaseReport, skip_reason
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
 from pytest_megatron.runs.headline import make_headline, where_ranks_were
 
-Outcome: TypeAlias = Literal["passed", "failed", "skipped"]
-JsonObject: TypeAlias = Mapping[str, JsonValue]
 LOGS = "logs"  # title of the block with their paths
 PHASES = ("setup", "call", "teardown")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseReport:
-    """One phase as one rank reported it."""
-
-    rank: int
-    outcome: Outcome
-    start: float
-    stop: float
-    full: JsonObject | None
-
-    @property
-    def is_xfail(self) -> bool:
-        """True if it was expected to fail, regardless of its outcome."""
-        return self.full is not None and "wasxfail" in self.full
-
-    @property
-    def text(self) -> str:
-        """The failure as text, to compare failures and detect consequences."""
-        return "" if self.full is None else longrepr_text(self.full.get("longrepr"))
-
-    @property
-    def place(self) -> tuple[str, str] | None:
-        """The line that raised, `file:line`, and the exception, "" of an assertion, if known."""
-        longrepr = None if self.full is None else self.full.get("longrepr")
-        crash = _mapping(longrepr, "reprcrash")
-        if not crash:
-            return None
-        kind = self.message.partition(":")[0]
-        return f"{crash.get('path')}:{crash.get('lineno')}", "" if " " in kind else kind
-
-    @property
-    def where(self) -> str:
-        """The line that raised, `test_moe.py:14`; empty where it is not known."""
-        return "" if self.place is None else PurePath(self.place[0]).name
-
-    @property
-    def message(self) -> str:
-        """The line with the exception."""
-        return "" if self.full is None else crash_message(self.full.get("longrepr"))
+Found: TypeAlias = Mapping[int, PhaseReport]  # rank -> what it reported of one phase
 
 
 def reported(rank: RankResult, when: str) -> PhaseReport | None:
@@ -78,52 +38,25 @@ def reported(rank: RankResult, when: str) -> PhaseReport | None:
 
     A rank that did not end the test has passed the phases before its last.
     """
-    for report in rank.early if rank.done is None else rank.done.reports:
-        if isinstance(report, list):
-            if report[0] == when:
-                _, start, stop = cast("tuple[str, float, float]", tuple(report))
-                return PhaseReport(
-                    rank=rank.rank, outcome="passed", start=start, stop=stop, full=None
-                )
-        elif isinstance(report, Mapping) and not is_subtest(report) and report["when"] == when:
-            return phase_of(rank.rank, report)
-    if rank.done is None and _last_phase(rank) in PHASES[PHASES.index(when) + 1 :]:
-        return PhaseReport(rank=rank.rank, outcome="passed", start=0.0, stop=0.0, full=None)
-    return None
+    phases = [report for report in rank.reports if not report.is_subtest]
+    found = next((report for report in phases if report.when == when), None)
+    if found is None and rank.done is None:
+        last = next((p.when for p in phases if p.outcome != "passed"), rank.phase)
+        if last in PHASES[PHASES.index(when) + 1 :]:
+            return PhaseReport(when, "passed")
+    return found
 
 
-def _last_phase(rank: RankResult) -> str:
-    """Return the first phase that a rank did not pass, or its current one; may be ""."""
-    for report in rank.early:
-        if isinstance(report, Mapping) and not is_subtest(report):
-            return str(report["when"])
-    return rank.phase
+def _found(ranks: Iterable[RankResult], when: str) -> Found:
+    return {r.rank: phase for r in ranks if (phase := reported(r, when)) is not None}
 
 
-def phase_of(rank: int, report: JsonObject) -> PhaseReport:
-    """Return a report as pytest serialised it."""
-    return PhaseReport(
-        rank=rank,
-        outcome=cast("Outcome", report["outcome"]),
-        start=cast("float", report.get("start") or 0.0),
-        stop=cast("float", report.get("stop") or 0.0),
-        full=report,
-    )
-
-
-def is_subtest(report: JsonObject) -> bool:
-    """Return whether a report is of a subtest."""
-    return report.get("$report_type", report.get("_report_type")) not in (None, "TestReport")
-
-
-def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
+def sections_of(found: Found) -> tuple[tuple[str, str], ...]:
     """Return captured output, with the rank in the name where ranks differ."""
     by_name: dict[str, dict[str, list[int]]] = {}
-    for phase in found:
-        if phase.full is None:
-            continue
-        for pair in cast("list[list[str]]", phase.full.get("sections") or []):
-            by_name.setdefault(pair[0], {}).setdefault(pair[1], []).append(phase.rank)
+    for rank, phase in found.items():
+        for name, text in _pairs(phase, "sections"):
+            by_name.setdefault(str(name), {}).setdefault(str(text), []).append(rank)
     return tuple(
         (f"{name} of {name_ranks(ranks)}", text)
         for name, texts in by_name.items()
@@ -131,59 +64,18 @@ def sections_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, str], ...]:
     )
 
 
-def properties_of(found: Sequence[PhaseReport]) -> tuple[tuple[str, JsonValue], ...]:
+def properties_of(found: Found) -> tuple[tuple[str, JsonValue], ...]:
     """Return the recorded properties, each name and value once, of the lowest rank."""
     kept: list[tuple[str, JsonValue]] = []
-    for phase in found:
-        if phase.full is None:
-            continue
-        for name, value in cast("list[list[JsonValue]]", phase.full.get("user_properties") or []):
+    for phase in found.values():
+        for name, value in _pairs(phase, "user_properties"):
             if (str(name), value) not in kept:
                 kept.append((str(name), value))
     return tuple(kept)
 
 
-def skip_reason(report: JsonObject | None) -> str:
-    """Return the reason of a skip, from the report as pytest serialised it."""
-    longrepr = None if report is None else report.get("longrepr")
-    if isinstance(longrepr, list) and longrepr:
-        return str(longrepr[-1]).removeprefix("Skipped: ")
-    return "without a reason"
-
-
-def crash_message(longrepr: JsonValue) -> str:
-    """Return the line with the exception."""
-    if crash := _mapping(longrepr, "reprcrash"):
-        return str(crash.get("message", "")).strip().split("\n")[0]
-    lines = longrepr_text(longrepr).strip().splitlines()
-    return lines[-1].strip() if lines else "failed"
-
-
-def longrepr_text(longrepr: JsonValue) -> str:
-    """Return a serialised traceback as plain text, similar to pytest's output."""
-    if isinstance(longrepr, str):
-        return longrepr
-    if not isinstance(longrepr, Mapping):
-        return "" if longrepr is None else str(longrepr)
-    chain = cast("list[list[JsonValue]]", longrepr.get("chain") or [])
-    trace = chain[-1][0] if chain else longrepr.get("reprtraceback")
-    lines: list[str] = []
-    for entry in _list(trace, "reprentries"):
-        data = _mapping(entry, "data")
-        lines += [str(line) for line in _list(data, "lines")]
-        if place := _mapping(data, "reprfileloc"):
-            lines.append(f"{place.get('path')}:{place.get('lineno')}: {place.get('message')}")
-    return "\n".join(lines) or str(_mapping(longrepr, "reprcrash").get("message", ""))
-
-
-def _mapping(value: object, key: str) -> JsonObject:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
-
-
-def _list(value: object, key: str) -> list[JsonValue]:
-    found = value.get(key) if isinstance(value, Mapping) else None
-    return found if isinstance(found, list) else []
+def _pairs(phase: PhaseReport, key: str) -> list[list[JsonValue]]:
+    return cast("list[list[JsonValue]]", (phase.full or {}).get(key) or [])
 
 
 # Errors of ranks whose peer died or was stopped.
@@ -345,58 +237,54 @@ def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
         merged.insert(0, Merged(when="setup", outcome="passed"))
     must_fail = end.reason is not Reason.DONE or any(r.done is None for r in end.ranks)
     if must_fail and all(m.outcome == "passed" for m in merged):
-        merged = [merged[0], _fail(end, "call", (), world_size)]
+        merged = [merged[0], _fail(end, "call", {}, world_size)]
     if not any(m.when == "teardown" for m in merged):
         stop = merged[-1].stop
         merged.append(Merged(when="teardown", outcome="passed", start=stop, stop=stop))
     return tuple(merged)
 
 
-def merge_late(reports: Mapping[int, JsonValue], log_dirs: Sequence[str]) -> Merged:
+def merge_late(reports: Found, log_dirs: Sequence[str]) -> Merged:
     """Return the report of a teardown that failed after the test was reported.
 
     Args:
-        reports: Rank -> its report.
+        reports: Those of ranks in which it failed.
         log_dirs: Log directory of each rank of the gang.
     """
     ranks = tuple(
         RankResult(
             rank=rank,
-            done=Done(run=0, reports=(reports[rank],) if rank in reports else ()),
+            done=Done(run=0),
+            reports=(reports[rank],) if rank in reports else (),
             log_dir=log_dir,
         )
         for rank, log_dir in enumerate(log_dirs)
     )
     end = RunEnd(run=0, reason=Reason.DONE, ranks=ranks, limit_s=0.0, duration_s=0.0, is_kept=False)
-    found = [p for rank in ranks if (p := reported(rank, "teardown")) is not None]
-    return _fail(end, "teardown", found, len(ranks))
+    return _fail(end, "teardown", reports, len(ranks))
 
 
 def _is_plain(end: RunEnd) -> bool:
     """Return whether every rank passed every phase without output, as for nearly all tests."""
     return end.reason is Reason.DONE and all(
         rank.done is not None
-        and len(rank.done.reports) == len(PHASES)
-        and all(isinstance(report, list) for report in rank.done.reports)
+        and len(rank.reports) == len(PHASES)
+        and all(report.full is None for report in rank.reports)
         for rank in end.ranks
     )
 
 
 def _merge_plain(end: RunEnd) -> tuple[Merged, ...]:
     """Merge a test that passed on all ranks without output: each phase from first to last rank."""
-    columns = zip(*(r.done.reports for r in end.ranks if r.done is not None), strict=True)
-    merged = []
-    for when, column in zip(PHASES, columns, strict=True):
-        rows = [cast("tuple[str, float, float]", tuple(cast("list[JsonValue]", c))) for c in column]
-        merged.append(
-            Merged(
-                when=when,
-                outcome="passed",
-                start=min(row[1] for row in rows),
-                stop=max(row[2] for row in rows),
-            )
+    return tuple(
+        Merged(
+            when=when,
+            outcome="passed",
+            start=min(report.start for report in reports),
+            stop=max(report.stop for report in reports),
         )
-    return tuple(merged)
+        for when, *reports in zip(PHASES, *(rank.reports for rank in end.ranks), strict=True)
+    )
 
 
 def _has_failed(rank: RankResult, when: str) -> bool:
@@ -408,19 +296,19 @@ def _has_failed(rank: RankResult, when: str) -> bool:
 
 def _merge_phase(end: RunEnd, when: str, world_size: int, waiting: set[int]) -> Merged | None:
     """Merge the reports of one phase, None if no rank has one."""
-    found = [p for rank in end.ranks if (p := reported(rank, when)) is not None]
+    found = _found(end.ranks, when)
     struck = [
         "call" if r.rank in waiting else r.phase or "call" for r in end.ranks if r.done is None
     ]
     if when in struck:
-        xfailed = [p for p in found if p.is_xfail and p.outcome == "skipped"]
+        xfailed = [p for p in found.values() if p.is_xfail and p.outcome == "skipped"]
         late = [r for r in end.ranks if r.done is not None or _is_late(r)]
         if xfailed and _are_expected(found) and len(late) == len(end.ranks):
             return _merged(when, "skipped", found, xfailed[0].full)  # others waited for it
         return _fail(end, when, found, world_size)
     if not found:
         return None
-    if when == "setup" and waiting and all(p.outcome == "passed" for p in found):
+    if when == "setup" and waiting and all(p.outcome == "passed" for p in found.values()):
         return _passed(when, found)
     return _merge_reported(end, when, found, world_size)
 
@@ -452,39 +340,25 @@ def _with_lost_peers_in_call(end: RunEnd) -> RunEnd:
     The peer had passed its set-up and died in the call: how far the others were is chance.
     """
     lost = {
-        rank.rank
-        for rank in end.ranks
-        if (setup := reported(rank, "setup")) is not None
-        and setup.outcome == "failed"
-        and CONSEQUENCE.search(setup.text)
+        rank: setup
+        for rank, setup in _found(end.ranks, "setup").items()
+        if setup.outcome == "failed" and CONSEQUENCE.search(setup.text)
     }
     if not lost or not _has_passed_setup(_guilty(end)):
         return end
-    ranks = tuple(_with_setup_in_call(r) if r.rank in lost else r for r in end.ranks)
-    return replace(end, ranks=ranks)
+    ranks = list(end.ranks)
+    for rank, setup in lost.items():
+        others = (report for report in ranks[rank].reports if report is not setup)
+        passed = PhaseReport("setup", "passed", setup.start, setup.start)
+        reports = (passed, replace(setup, when="call"), *others)
+        ranks[rank] = replace(ranks[rank], reports=reports)
+    return replace(end, ranks=tuple(ranks))
 
 
-def _with_setup_in_call(rank: RankResult) -> RankResult:
-    """Return a rank's result with its report of the setup as one of the call."""
-    reports = rank.early if rank.done is None else rank.done.reports
-    moved: list[JsonValue] = []
-    for report in reports:
-        if isinstance(report, Mapping) and not is_subtest(report) and report["when"] == "setup":
-            start = report.get("start") or 0.0
-            moved += [["setup", start, start], {**report, "when": "call"}]
-        else:
-            moved.append(report)
-    if rank.done is None:
-        return replace(rank, early=tuple(moved))
-    return replace(rank, done=replace(rank.done, reports=tuple(moved)))
-
-
-def _merge_reported(
-    end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int
-) -> Merged:
+def _merge_reported(end: RunEnd, when: str, found: Found, world_size: int) -> Merged:
     """Merge a phase in which no rank died or was stopped; ranks that ended before it have none."""
-    failed = [p for p in found if p.outcome == "failed"]
-    skipped = [p for p in found if p.outcome == "skipped"]
+    failed = [p for p in found.values() if p.outcome == "failed"]
+    skipped = [p for p in found.values() if p.outcome == "skipped"]
     xfailed = [p for p in skipped if p.is_xfail]
     if xfailed and _are_expected(found):
         return _merged(when, "skipped", found, xfailed[0].full)  # as a whole it failed, as expected
@@ -493,17 +367,19 @@ def _merge_reported(
         return _fail(end, when, found, world_size)  # a rank may also have skipped in set-up
     if skipped and not is_unanimous:
         if when == "setup":  # a split skip is a failure of the test, not an error of its set-up
-            return _passed(when, [p for p in found if p.outcome == "passed"] or found)
+            passed = {rank: p for rank, p in found.items() if p.outcome == "passed"}
+            return _passed(when, passed or found)
         return _fail(end, when, found, world_size)
     if skipped:
         return _merged(when, "skipped", found, skipped[0].full)
-    xpassed = [p for p in found if p.is_xfail]
+    xpassed = [p for p in found.values() if p.is_xfail]
     return _merged(when, "passed", found, xpassed[0].full) if xpassed else _passed(when, found)
 
 
-def _are_expected(found: Sequence[PhaseReport]) -> bool:
+def _are_expected(found: Found) -> bool:
     """Return whether every rank passed or failed as expected by xfail."""
-    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in found)
+    phases = found.values()
+    return all(p.outcome == "passed" or p.is_xfail or _is_strict_xpass(p) for p in phases)
 
 
 def _is_late(rank: RankResult) -> bool:
@@ -524,14 +400,12 @@ def _is_strict_xpass(phase: PhaseReport) -> bool:
     return phase.outcome == "failed" and phase.text.startswith("[XPASS(strict)]")
 
 
-def _passed(when: str, found: Sequence[PhaseReport]) -> Merged:
-    full = [p.full for p in found if p.outcome == "passed" and p.full is not None]
+def _passed(when: str, found: Found) -> Merged:
+    full = [p.full for p in found.values() if p.outcome == "passed" and p.full is not None]
     return _merged(when, "passed", found, full[0] if full else None)
 
 
-def _merged(
-    when: str, outcome: Outcome, found: Sequence[PhaseReport], base: JsonObject | None
-) -> Merged:
+def _merged(when: str, outcome: Outcome, found: Found, base: JsonObject | None) -> Merged:
     """Return the report of a phase with sections and properties of several ranks."""
     return Merged(
         when=when,
@@ -540,18 +414,18 @@ def _merged(
         sections=sections_of(found),
         properties=properties_of(found),
         start=_start(found),
-        stop=max(p.stop for p in found),
+        stop=max(p.stop for p in found.values()),
     )
 
 
-def _start(found: Sequence[PhaseReport]) -> float:
+def _start(found: Found) -> float:
     """Return the earliest known start of a rank, or 0."""
-    return min([p.start for p in found if p.start], default=0.0)
+    return min([p.start for p in found.values() if p.start], default=0.0)
 
 
-def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int) -> Merged:
+def _fail(end: RunEnd, when: str, found: Found, world_size: int) -> Merged:
     """Return a failure: the first rank, independent failures, and consequences."""
-    failed = {p.rank: p for p in found if p.outcome == "failed"}
+    failed = {rank: p for rank, p in found.items() if p.outcome == "failed"}
     struck = {r.rank: r for r in end.ranks if r.done is None}
     first = _first(end, failed)
     words = {rank.rank: _word(end, rank, when, failed.get(rank.rank)) for rank in end.ranks}
@@ -575,7 +449,8 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
     blocks += _stacks(end)
     blocks += _own_processes(end, failed)
     blocks += _logs(end, first, struck)
-    shown = [p for p in found if p.rank == first or (first is None and p is found[0])]
+    shown_rank = next(iter(found), None) if first is None else first
+    shown = {rank: phase for rank, phase in found.items() if rank == shown_rank}
     start = _start(found)
     return Merged(
         when=when,
@@ -587,12 +462,12 @@ def _fail(end: RunEnd, when: str, found: Sequence[PhaseReport], world_size: int)
         sections=sections_of(shown),
         properties=properties_of(found),
         start=start,
-        stop=max([p.stop for p in found] + [start + end.duration_s]),
+        stop=max([p.stop for p in found.values()] + [start + end.duration_s]),
         ranks={str(rank): text for rank, text in words.items()},
     )
 
 
-def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
+def _first(end: RunEnd, failed: Found) -> int | None:
     """Return the rank that caused the failure; None where no single rank did."""
 
     def order(rank: RankResult) -> tuple[bool, float, int]:
@@ -606,7 +481,7 @@ def _first(end: RunEnd, failed: Mapping[int, PhaseReport]) -> int | None:
 
 
 def _other_failures(
-    failed: Mapping[int, PhaseReport], first: int | None, words: Mapping[int, str]
+    failed: Found, first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
     """Return tracebacks that differ from the headline's, each once, at most two for a source line.
 
@@ -659,7 +534,7 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
 _SPAWN_FAILED = "torch.multiprocessing.spawn.Process"  # raised where one of them ends badly
 
 
-def _own_processes(end: RunEnd, failed: Mapping[int, PhaseReport]) -> list[tuple[str, str]]:
+def _own_processes(end: RunEnd, failed: Found) -> list[tuple[str, str]]:
     """Return the advice for a test that starts ranks itself: it would have to run once."""
     starting = [
         rank.rank
@@ -692,31 +567,34 @@ def _logs(
 
 def _merge_subtests(end: RunEnd) -> list[Merged]:
     """Merge subtests of equal names over the ranks, in the order of the first rank with them."""
-    by_key: dict[str, list[PhaseReport]] = {}
-    for rank in end.ranks:
-        seen: dict[str, int] = {}
-        for report in () if rank.done is None else rank.done.reports:
-            if isinstance(report, Mapping) and is_subtest(report):
-                key = str(report.get("_subtest.context"))
-                seen[key] = seen.get(key, 0) + 1
-                by_key.setdefault(f"{key} {seen[key]}", []).append(phase_of(rank.rank, report))
+    by_key: dict[str, dict[int, PhaseReport]] = {}
+    for rank in (rank for rank in end.ranks if rank.done is not None):
+        seen: Counter[str] = Counter()
+        for report in (report for report in rank.reports if report.is_subtest):
+            key = str((report.full or {}).get("_subtest.context"))
+            seen[key] += 1
+            by_key.setdefault(f"{key} {seen[key]}", {})[rank.rank] = report
     return [_merge_subtest(end, found) for found in by_key.values()]
 
 
-def _merge_subtest(end: RunEnd, found: Sequence[PhaseReport]) -> Merged:
+def _merge_subtest(end: RunEnd, found: Found) -> Merged:
     """Merge one subtest by the rules for tests; ranks without it are ignored."""
-    failed = {p.rank: p for p in found if p.outcome == "failed"}
-    skipped = [p for p in found if p.outcome == "skipped"]
-    xfailed = [p for p in found if p.is_xfail]
+    failed = [rank for rank, p in found.items() if p.outcome == "failed"]
+    skipped = [rank for rank, p in found.items() if p.outcome == "skipped"]
+    xfailed = [p for p in found.values() if p.is_xfail]
     if xfailed and not failed:
         return _merged("call", xfailed[0].outcome, found, xfailed[0].full)
     if not failed and len(skipped) in (0, len(found)):
-        return _merged("call", found[0].outcome, found, found[0].full)
-    chosen = [*failed.values(), *skipped][0]
-    words = {p.rank: _phase_word(p) for p in found}
-    message = f"[rank {chosen.rank}] {chosen.message}" if failed else split_message(end, words)
+        one = next(iter(found.values()))
+        return _merged("call", one.outcome, found, one.full)
+    rank = [*failed, *skipped][0]
+    chosen = found[rank]
+    words = {rank: _phase_word(p) for rank, p in found.items()}
+    message = f"[rank {rank}] {chosen.message}" if failed else split_message(end, words)
     where = chosen.where if failed else ""
-    blocks = [("ranks", describe_ranks(words, chosen.rank))]
-    blocks += _other_failures(failed, chosen.rank if failed else None, words)
+    blocks = [("ranks", describe_ranks(words, rank))]
+    blocks += _other_failures(
+        {rank: found[rank] for rank in failed}, rank if failed else None, words
+    )
     merged = _merged("call", "failed", found, chosen.full)
     return replace(merged, message=message, where=where, blocks=tuple(blocks))

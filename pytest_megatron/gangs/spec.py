@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TypeAlias
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.ipc.messages import Done, Run
+from pytest_megatron.gangs.phase_report import PhaseReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -43,7 +43,7 @@ class RankResult:
 
     Attributes:
         done: The rank's message at the end of the test, or None.
-        early: Reports of phases that did not pass, sent before the end of the test.
+        reports: Of each phase and subtest; without `done` only those that did not pass.
         exit_code: `Popen.returncode` of its process if that died by itself.
         at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
             None if it did neither.
@@ -58,7 +58,7 @@ class RankResult:
 
     rank: int
     done: Done | None = None
-    early: tuple[JsonValue, ...] = ()
+    reports: tuple[PhaseReport, ...] = ()
     exit_code: int | None = None
     at: float | None = None
     failed_phase: str = ""

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.controller.gang_pool import GangPool, has_left
 from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
@@ -24,6 +23,7 @@ from pytest_megatron.gangs.merge import (
     merge_late,
     reported,
 )
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule
@@ -454,7 +454,7 @@ class Dispatcher:
         return [(n, e) for n, (owner, e) in reversed(self._running.items()) if owner is gang]
 
     def _keep_late(
-        self, item: pytest.Item | None, late: Mapping[int, JsonValue], gang: Gang
+        self, item: pytest.Item | None, late: Mapping[int, PhaseReport], gang: Gang
     ) -> None:
         """Keep failed teardowns of fixtures of `item`, which was already reported."""
         if late and item is not None:

@@ -195,7 +195,7 @@ def _restore_report(config: pytest.Config, data: Mapping[str, object]) -> pytest
 
 def _from_base(item: pytest.Item, merged: Merged) -> pytest.TestReport:
     """Return a merged report, made from that of one rank."""
-    place = {"nodeid": item.nodeid, "location": item.location}
+    place = {"nodeid": item.nodeid, "location": item.location, "when": merged.when}
     base = copy.deepcopy(dict(merged.base or {}))  # pytest makes objects of what is inside
     report = _restore_report(item.config, {**base, **place})
     if merged.outcome == "failed" and merged.blocks:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import cut_middle
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.process.originals import json
 
 
@@ -171,13 +172,13 @@ class PhaseEnded:
         run: Number of the execution.
         when: setup, call or teardown.
         outcome: passed, failed or skipped.
-        report: A report of `Done`, if it did not pass: the rank may never send `Done`.
+        report: If it did not pass: the rank may never send `Done`, which does not repeat it.
     """
 
     run: int
     when: str
     outcome: str
-    report: JsonValue = None
+    report: PhaseReport | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,8 +186,7 @@ class Done:
     """A test ended on a rank, all phases.
 
     Attributes:
-        reports: In order, subtests included, as pytest serialises them; `[when, start, stop]` for
-            a phase that passed without output.
+        reports: In order, subtests included, those apart that were sent with the end of a phase.
         warnings: Warnings that pytest recorded.
         num_collectives: Collectives that the default group counted so far; -1 without a group.
         num_rendezvous: Process groups that were set up so far.
@@ -201,7 +201,7 @@ class Done:
     """
 
     run: int
-    reports: tuple[JsonValue, ...]
+    reports: tuple[PhaseReport, ...] = ()
     warnings: tuple[JsonValue, ...] = ()
     num_collectives: int = -1
     num_rendezvous: int = 0
@@ -210,7 +210,7 @@ class Done:
     stop: tuple[JsonValue, ...] = ()
     printed: str = ""
     printed_late: str = ""
-    late: JsonValue = None
+    late: PhaseReport | None = None
     is_clean: bool = False
     lines: Lines = field(default_factory=dict)
 
@@ -226,7 +226,7 @@ class Closed:
     """
 
     problem: str
-    late: JsonValue = None
+    late: PhaseReport | None = None
     workeroutput: str = ""
 
 
@@ -469,16 +469,29 @@ def decode(frame: bytes) -> Message:
     """
     try:
         name, values = json.loads(frame)
-        if name == Start.__name__:
-            values["configs"] = [RankConfig(**config[1]) for config in values["configs"]]
         make = cast("_Make", _TYPES[name])
-        return make(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
+        return make(**{key: _field(key, value) for key, value in values.items()})
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"not a message: {frame[:200]!r}") from error
 
 
+def _field(name: str, value: object) -> object:
+    """Return the value of a message's field."""
+    match name, value:
+        case "reports", list():
+            return tuple(PhaseReport(*report) for report in value)
+        case "report" | "late", list():
+            return PhaseReport(*value)
+        case "configs", list():
+            return tuple(RankConfig(**config[1]) for config in value)
+        case _:
+            return tuple(value) if isinstance(value, list) else value
+
+
 def _plain(value: object) -> list[object]:
     """Return a message as the name of its type and its fields."""
+    if isinstance(value, PhaseReport):
+        return [value.when, value.outcome, value.start, value.stop, value.full]
     if isinstance(value, RankConfig):
         return ["RankConfig", {f.name: getattr(value, f.name) for f in fields(RankConfig)}]
     names = _FIELDS.get(cast("type[Message]", type(value)))

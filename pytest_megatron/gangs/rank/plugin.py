@@ -36,6 +36,7 @@ from pytest_megatron.gangs.ipc.messages import (
     RankConfig,
     Run,
 )
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import count_collectives
@@ -77,7 +78,7 @@ class RankPlugin:
     def __init__(self) -> None:
         self.shared_dir = Path()
         self._run: Run | None = None
-        self._reports: list[JsonValue] = []
+        self._reports: list[PhaseReport] = []  # not sent yet
         self._warnings: list[JsonValue] = []
         self._lines: Lines = {}
         self._has_failed = False
@@ -288,20 +289,21 @@ class RankPlugin:
             self._failures += [] if call.excinfo is None else [ref(call.excinfo)]
             report.sections += notes_on_failure(item)
             report.sections += self._notes_on_groups(call.excinfo)
-        self._take(item.config, report)
+        found = _reported(item.config, report)
         run = self._run
         assert run is not None
         is_failed = report.when == "call" and self._has_failed_subtest
         is_passed = report.outcome == "passed" and not is_failed
         self._is_clean = self._is_clean and is_passed
         is_timed = run.call_limit_s is not None
+        self._reports += [found] if report.outcome == "passed" else []
         if not is_passed or is_timed or report.duration > _SLOW_S:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,
-                    when=report.when,
-                    outcome="failed" if is_failed else report.outcome,
-                    report=None if report.outcome == "passed" else self._reports[-1],
+                    when=found.when,
+                    outcome="failed" if is_failed else found.outcome,
+                    report=None if report.outcome == "passed" else found,
                 )
             )
         if report.failed or is_failed:
@@ -329,7 +331,7 @@ class RankPlugin:
         with self.printed.nothing():
             yield
         if self._config is not None:
-            self._take(self._config, report)
+            self._reports.append(_reported(self._config, report))
         self._has_failed_subtest = self._has_failed_subtest or report.failed
 
     def pytest_warning_recorded(
@@ -352,7 +354,9 @@ class RankPlugin:
         """Exit if this process was forked by a test and returned to pytest."""
         end_if_forked(self._pid, error)
 
-    def tear_down_late(self, session: pytest.Session, item: pytest.Item | None) -> JsonValue:
+    def tear_down_late(
+        self, session: pytest.Session, item: pytest.Item | None
+    ) -> PhaseReport | None:
         """Tear down fixtures that `item` does not need, after the test before it was reported.
 
         Returns:
@@ -366,20 +370,7 @@ class RankPlugin:
         call = pytest.CallInfo.from_call(lambda: state.teardown_exact(item), when="teardown")
         if call.excinfo is None:
             return None
-        report = pytest.TestReport.from_item_and_call(previous, call)
-        return serialise(session.config, report)
-
-    def _take(self, config: pytest.Config, report: pytest.TestReport) -> None:
-        """Keep a report for the message to the controller, in a short form if it can be."""
-        if (
-            report.outcome == "passed"
-            and type(report) is pytest.TestReport
-            and not (report.sections or report.user_properties)
-            and vars(report).keys() <= _OWN_ATTRIBUTES
-        ):
-            self._reports.append([report.when, report.start, report.stop])
-            return
-        self._reports.append(serialise(config, report))
+        return _reported(session.config, pytest.TestReport.from_item_and_call(previous, call))
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
@@ -438,6 +429,18 @@ class _Printed:
         text = "".join(self._parts)
         self._parts.clear()
         return text
+
+
+def _reported(config: pytest.Config, report: pytest.TestReport) -> PhaseReport:
+    """Return a report for the controller, without pytest's own if it has nothing besides."""
+    is_bare = (
+        report.outcome == "passed"
+        and type(report) is pytest.TestReport
+        and not (report.sections or report.user_properties)
+        and vars(report).keys() <= _OWN_ATTRIBUTES
+    )
+    full = None if is_bare else serialise(config, report)
+    return PhaseReport(str(report.when), report.outcome, report.start, report.stop, full)
 
 
 def _words_of(error: BaseException | None) -> str:

@@ -23,7 +23,6 @@ from _pytest.logging import (
     catching_logs,
 )
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gangs.controller.other_plugins import (
     WORKER_VARIABLE,
@@ -41,6 +40,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Ready,
     Run,
 )
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.lockstep import RankPipes
@@ -234,7 +234,7 @@ def serve(
                         continue
                     item = find(run.index, run.node_id)
                     assert item is not None
-                    late: JsonValue = None
+                    late: PhaseReport | None = None
                     if planned is not item and not plugin.is_rerun(item):
                         late = plugin.tear_down_late(session, item)
                         plugin.end_if_forked()

@@ -21,7 +21,6 @@ from gang_words import (
     the_end,
 )
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gangs.ipc.messages import (
     Broken,
@@ -33,6 +32,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Ready,
 )
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S, GangState
+from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.spec import (
     AskForStacks,
     Finish,
@@ -223,9 +223,9 @@ def test_a_failure_on_every_rank_keeps_the_gang() -> None:
 
 def test_a_death_that_a_peer_noticed_first_is_the_cause() -> None:
     gang = busy_gang()
-    lost: JsonValue = {"when": "call", "outcome": "failed", "longrepr": "Connection closed by peer"}
+    lost = PhaseReport("call", "failed", full={"longrepr": "Connection closed by peer"})
     gang.handle(1, replace(failed(), report=lost), 5.0)
-    gang.handle(1, replace(done(), reports=(lost,)), 5.5)
+    gang.handle(1, done(), 5.5)
     gang.handle(2, died(2, -11), 6.0)
     assert the_end(end_all_but(gang, 1, 2)).reason is Reason.DIED
 

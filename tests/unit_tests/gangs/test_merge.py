@@ -7,15 +7,16 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.ipc.messages import Done
-from pytest_megatron.gangs.merge import Merged, crash_message, longrepr_text, merge
+from pytest_megatron.gangs.merge import Merged, merge
+from pytest_megatron.gangs.phase_report import Outcome, PhaseReport, crash_message, longrepr_text
 from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
 
 STACK = 'Thread 0x7f (most recent call first):\n  File "/w/test_a.py", line 7 in reduce'
 CONSEQUENCE = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4321"
 
 
-def quick(when: str, at: float = 1.0) -> JsonValue:
-    return [when, at, at + 0.5]
+def quick(when: str, at: float = 1.0) -> PhaseReport:
+    return PhaseReport(when, "passed", at, at + 0.5)
 
 
 def longrepr(message: str, *lines: str) -> JsonValue:
@@ -31,10 +32,8 @@ def longrepr(message: str, *lines: str) -> JsonValue:
     }
 
 
-def full(
-    when: str, outcome: str, about: JsonValue = None, **more: JsonValue
-) -> dict[str, JsonValue]:
-    return {
+def full(when: str, outcome: Outcome, about: JsonValue = None, **more: JsonValue) -> PhaseReport:
+    content = {
         "$report_type": "TestReport",
         "when": when,
         "outcome": outcome,
@@ -43,33 +42,36 @@ def full(
         "stop": 1.5,
         **more,
     }
+    return PhaseReport(when, outcome, 1.0, 1.5, content)
 
 
-def failing(message: str, *lines: str, when: str = "call") -> dict[str, JsonValue]:
+def failing(message: str, *lines: str, when: str = "call") -> PhaseReport:
     return full(when, "failed", longrepr(message, *lines))
 
 
-def skipping(reason: str, when: str = "setup") -> dict[str, JsonValue]:
+def skipping(reason: str, when: str = "setup") -> PhaseReport:
     return full(when, "skipped", ["test_a.py", 3, f"Skipped: {reason}"])
 
 
 def rank(
     number: int,
-    *calls: JsonValue,
-    setup: JsonValue = None,
-    teardown: JsonValue = None,
+    *calls: PhaseReport,
+    setup: PhaseReport | None = None,
+    teardown: PhaseReport | None = None,
     at: float | None = None,
     num_collectives: int = 3,
 ) -> RankResult:
     """A rank that reported: by default it passed."""
     reports = (setup or quick("setup"), *(calls or (quick("call"),)), teardown or quick("teardown"))
-    done = Done(run=1, reports=reports, num_collectives=num_collectives)
-    return RankResult(rank=number, done=done, at=at, log_dir=f"logs/{number}")
+    done = Done(run=1, num_collectives=num_collectives)
+    return RankResult(rank=number, done=done, reports=reports, at=at, log_dir=f"logs/{number}")
 
 
 def skipped(number: int, reason: str) -> RankResult:
-    done = Done(run=1, reports=(skipping(reason), quick("teardown")))
-    return RankResult(rank=number, done=done, at=1.0, log_dir=f"logs/{number}")
+    reports = (skipping(reason), quick("teardown"))
+    return RankResult(
+        rank=number, done=Done(run=1), reports=reports, at=1.0, log_dir=f"logs/{number}"
+    )
 
 
 def dead(
@@ -122,7 +124,7 @@ def test_one_failed_rank_fails_the_test_and_is_named() -> None:
     call = merged["call"]
     assert outcomes(merged) == ("passed", "failed", "passed")
     assert call.message == "[rank 1] AssertionError: 1 != 2"
-    assert call.base == failing("AssertionError: 1 != 2")
+    assert call.base == failing("AssertionError: 1 != 2").full
     assert call.ranks == {"0": "passed", "1": "failed: AssertionError: 1 != 2", "2": "passed"}
     assert call.blocks == (
         ("ranks", "rank 1: failed: AssertionError: 1 != 2\nranks 0, 2: passed"),
@@ -267,9 +269,9 @@ def test_a_death_in_the_call_is_no_error_of_the_set_up_that_others_had_not_ended
 @pytest.mark.parametrize("end", ["done", "hung"])
 def test_a_death_in_the_call_is_no_error_of_the_set_up_in_which_others_lost_it(end: str) -> None:
     lost = failing(CONSEQUENCE, when="setup")
-    peer = RankResult(rank=1, done=Done(run=1, reports=(lost, quick("teardown"))), at=3.0)
+    peer = RankResult(rank=1, done=Done(run=1), reports=(lost, quick("teardown")), at=3.0)
     if end == "hung":
-        peer = replace(late(1, phase="teardown"), early=(lost,), at=3.0)
+        peer = replace(late(1, phase="teardown"), reports=(lost,), at=3.0)
     merged = merge_ranks(dead(0, -11), peer, still_set_up(2), reason=Reason.DIED)
     assert outcomes(merged) == ("passed", "failed", "passed")
     assert merged["call"].message == "rank 0 of 3 was killed by SIGSEGV"
@@ -285,7 +287,7 @@ def test_a_failure_in_the_call_is_shown_though_others_had_not_ended_their_set_up
     failed = rank(0, failing("KeyError: 0"), at=1.0)
     if end == "hung":  # it went on to hang in its teardown
         failed = replace(
-            late(0, phase="teardown"), early=(failing("KeyError: 0"),), at=1.0, done=None
+            late(0, phase="teardown"), reports=(failing("KeyError: 0"),), at=1.0, done=None
         )
     merged = merge_ranks(failed, still_set_up(1), reason=Reason.FAILED)
     assert outcomes(merged) == ("passed", "failed", "passed")
@@ -308,7 +310,7 @@ def test_trouble_in_set_up_is_an_error_of_it_though_others_were_in_the_call(culp
 def test_a_skip_on_every_rank_is_a_skip() -> None:
     merged = merge_ranks(skipped(0, "no GPU"), skipped(1, "no GPU"))
     assert outcomes(merged) == ("skipped", "passed")
-    assert merged["setup"].base == skipping("no GPU")
+    assert merged["setup"].base == skipping("no GPU").full
 
 
 def test_a_skip_on_some_ranks_is_a_failure_that_says_who_did_what() -> None:
@@ -333,7 +335,8 @@ def test_a_skip_in_set_up_on_one_rank_and_a_failure_on_another_is_the_failure() 
 def test_an_error_in_set_up_ends_the_test_there() -> None:
     broken = RankResult(
         rank=1,
-        done=Done(run=1, reports=(failing("OSError: no", when="setup"), quick("teardown"))),
+        done=Done(run=1),
+        reports=(failing("OSError: no", when="setup"), quick("teardown")),
         at=1.0,
     )
     merged = merge_ranks(rank(0), broken)
@@ -350,10 +353,10 @@ def test_an_expected_failure_on_one_rank_is_the_expected_failure_of_the_test() -
     xfail = full("call", "skipped", longrepr("KeyError: 1"), wasxfail="issue 1")
     xpass = full("call", "passed", wasxfail="issue 1")
     strict = full("call", "failed", "[XPASS(strict)] issue 1")
-    assert merge_ranks(rank(0, xfail), rank(1, xfail))["call"].base == xfail
+    assert merge_ranks(rank(0, xfail), rank(1, xfail))["call"].base == xfail.full
     assert merge_ranks(rank(0, xpass), rank(1, xfail))["call"].outcome == "skipped"
     assert merge_ranks(rank(0, strict), rank(1, xfail))["call"].outcome == "skipped"
-    assert merge_ranks(rank(0, xpass), rank(1, xpass))["call"].base == xpass
+    assert merge_ranks(rank(0, xpass), rank(1, xpass))["call"].base == xpass.full
     assert merge_ranks(rank(0, strict), rank(1, strict))["call"].outcome == "failed"
 
 
@@ -391,7 +394,7 @@ def test_a_silent_rank_fails_the_test_whatever_the_reason_says() -> None:
     assert merged["call"].outcome == "failed"
 
 
-def with_output(*pairs: tuple[str, str], **more: JsonValue) -> dict[str, JsonValue]:
+def with_output(*pairs: tuple[str, str], **more: JsonValue) -> PhaseReport:
     return full("call", "passed", sections=[list(p) for p in pairs], **more)
 
 
@@ -411,12 +414,11 @@ def test_equal_properties_of_ranks_are_kept_once() -> None:
     assert call.properties == (("loss", 1.5), ("loss", 2))
 
 
-def subtest(name: str, outcome: str) -> dict[str, JsonValue]:
-    return {
-        **full("call", outcome, None if outcome == "passed" else longrepr(f"E: {name}")),
-        "$report_type": "SubtestReport",
-        "_subtest.context": {"msg": name, "kwargs": {}},
-    }
+def subtest(name: str, outcome: Outcome) -> PhaseReport:
+    about = None if outcome == "passed" else longrepr(f"E: {name}")
+    context: dict[str, JsonValue] = {"msg": name, "kwargs": {}}
+    kind: JsonValue = "SubtestReport"
+    return full("call", outcome, about, **{"$report_type": kind, "_subtest.context": context})
 
 
 def test_subtests_are_merged_by_name_before_their_test() -> None:

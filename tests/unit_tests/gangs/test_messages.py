@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pytest_megatron.gangs.ipc.messages import (
@@ -34,6 +36,7 @@ from pytest_megatron.gangs.ipc.messages import (
     encode,
     encode_within,
 )
+from pytest_megatron.gangs.phase_report import PhaseReport
 
 CONFIG = RankConfig(
     gang=1,
@@ -47,16 +50,18 @@ CONFIG = RankConfig(
     coverage={"branch": True, "source": ["a", "b"]},
     coverage_file=".coverage",
 )
+REPORT = PhaseReport("call", "failed", full={"sections": [["out", "x\0y"]]})
 MESSAGES: tuple[Message, ...] = (
     Register(role="agent", node_rank=2),
     Hello(pid=7),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),
-    PhaseEnded(run=1, when="call", outcome="failed"),
+    PhaseEnded(run=1, when="call", outcome="failed", report=REPORT),
     Done(
         run=1,
-        reports=(["setup", 1.0, 2.0], {"when": "call", "sections": [["out", "x\0y"]]}),
+        reports=(PhaseReport("setup", "passed", 1.0, 2.0), REPORT),
+        late=REPORT,
         warnings=({"text": "old"},),
         num_collectives=4,
         num_rendezvous=1,
@@ -122,6 +127,7 @@ def test_every_kind_of_message_is_tried_here() -> None:
         pytest.param(b'["Popen", {"args": "rm"}]', id="unknown-name"),
         pytest.param(b"[[], {}]", id="name-that-is-none"),
         pytest.param(b'["Start", {"configs": [1]}]', id="config-that-is-none"),
+        pytest.param(b'["Done", {"run": 1, "reports": [1]}]', id="report-that-is-none"),
         pytest.param(b"[" * 100_000, id="deep"),
     ],
 )
@@ -138,7 +144,7 @@ def test_what_is_no_message_is_not_sent() -> None:
 def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
     done = Done(
         run=1,
-        reports=({"longrepr": "a" * 900_000, "user_properties": [["p", "\n" * 900_000]]},),
+        reports=(replace(REPORT, full={"longrepr": "a" * 900_000, "more": ["\n" * 900_000]}),),
         warnings=(),
         num_collectives=0,
         num_rendezvous=0,
@@ -159,7 +165,7 @@ def test_a_message_that_is_too_long_is_cut_and_says_so() -> None:
 def test_a_message_of_too_many_values_is_cut() -> None:
     broken = Done(
         run=1,
-        reports=({"user_properties": [["p", list(range(100_000))]]},),
+        reports=(replace(REPORT, full={"user_properties": [["p", list(range(100_000))]]}),),
         warnings=(),
         num_collectives=0,
         num_rendezvous=0,

@@ -29,6 +29,7 @@ from pytest_megatron.runs.record import (
     RecordedWorkload,
     Result,
     is_variable,
+    item_line,
     item_to_json,
     run_text,
 )
@@ -147,7 +148,7 @@ class RunFile(RecordCarrier):
     def __init__(self, config: pytest.Config, session: RunSession) -> None:
         self._config = config
         self._session = session
-        self._records: dict[str, RecordedItem] = {}
+        self._lines: dict[str, str] = {}  # of the items, without secrets
         self._started = utc_now()
         self._patch: RecordedPatch | None = None
         self._has_patch = False
@@ -166,7 +167,7 @@ class RunFile(RecordCarrier):
         """Record the end of the run, after all other plugins could change it."""
         yield
         self._ended, self._exit_code = utc_now(), int(session.exitstatus)
-        if self._records or self._is_there or self._is_asked_for():
+        if self._lines or self._is_there or self._is_asked_for():
             self.write()
 
     def _is_asked_for(self) -> bool:
@@ -180,11 +181,11 @@ class RunFile(RecordCarrier):
 
     def keep(self, node_id: str, record: RecordedItem) -> None:
         """Take the record of an item; the next `write` has it."""
-        redactor = self._session.redactor
+        redactor, item = self._session.redactor, item_to_json(record)
         # Of a test that passed there is no text that it wrote; there may be many thousands.
-        if not (isinstance(record, RecordedTest) and record.outcome == "passed"):
-            record = validate(type(record), redactor.json(item_to_json(record)))
-        self._records[redactor.text(node_id)] = record
+        is_plain = isinstance(record, RecordedTest) and record.outcome == "passed"
+        name = redactor.text(node_id)
+        self._lines[name] = item_line(name, item if is_plain else redactor.json(item))
 
     def update(self) -> None:
         """Write the known results, unless that was done a moment ago and takes its time."""
@@ -250,7 +251,7 @@ class RunFile(RecordCarrier):
         """Write run.json, as far as the session has come."""
         run_dir = self._session.run_dir
         if not self._session.has_results:
-            if self._records or not self._is_asked_for():
+            if self._lines or not self._is_asked_for():
                 return  # nothing could be started
             run_dir.mkdir(parents=True, exist_ok=True)
         if not self._has_patch:
@@ -270,9 +271,9 @@ class RunFile(RecordCarrier):
             **vars(session.facts.recorded()),
             patch=self._patch,
             on_one_process=tuple(map(session.redactor.text, config.stash.get(ON_ONE_PROCESS, ()))),
-            items=self._records,
+            items={},
         )
-        write_text_atomically(run_dir / RUN_FILE, run_text(run))
+        write_text_atomically(run_dir / RUN_FILE, run_text(run, self._lines.values()))
         if self._session.options.run_dir is None:
             link_latest(run_dir)
 

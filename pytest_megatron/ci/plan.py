@@ -33,7 +33,7 @@ from pytest_megatron.ci.table import CiTable, load_table
 from pytest_megatron.ci.test_files import find_test_files, read_durations
 from pytest_megatron.errors import EmptySelectionError, RecipeError
 from pytest_megatron.session.decision import Decision
-from pytest_megatron.workloads.recipe.case import case_path, compares_metrics
+from pytest_megatron.workloads.recipe.case import case_path, sound_case
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import read_recipes
 from pytest_megatron.workloads.recipe.megatron_row import native_rows
@@ -319,15 +319,14 @@ class _Cases:
 
     def compares(self, workload: Workload) -> bool | None:
         """Return whether a case is compared with a golden; None where there is none to read."""
-        if workload.own_case is not None:
-            return compares_metrics(workload.own_case)
         if workload.script is not None and not workload.calls_driver:
             return False
         path = case_path(self._root, workload)
-        if path not in self._found:
+        if path not in self._found or workload.own_case is not None:
             try:
-                self._found[path] = compares_metrics(read_document(path))
-            except (YamlError, OSError):
+                case = sound_case(workload.own_case or read_document(path))
+                self._found[path] = case is not None and case.needs_golden
+            except YamlError:
                 self._found[path] = None  # `lint` reports it
         return self._found[path]
 

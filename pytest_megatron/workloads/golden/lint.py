@@ -29,12 +29,13 @@ from pytest_megatron.workloads.recipe.case import (
     CASE_NAME,
     CASES,
     GOLDENS,
+    CaseMode,
+    TestType,
+    WorkloadCase,
     case_path,
-    compared_metrics,
-    compares_metrics,
     fingerprint,
     golden_paths,
-    last_step,
+    sound_case,
 )
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.lint import check_golden
@@ -43,7 +44,6 @@ from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
 
 # Megatron-LM writes the text "nan" there for a step that was not measured.
 _MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")
-_ENDED_BY_TIME = "release"  # text after its last number is not the golden's fault
 _DEPTH = 3  # model, test case, file
 
 
@@ -105,18 +105,17 @@ def _find_not_finite(name: str, series: Series) -> tuple[int, float | str] | Non
     return bad[0]
 
 
-def check_against_case(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
+def check_against_case(golden: GoldenFile, case: WorkloadCase) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
     is_generation = golden.content.generation is not None
-    mode = case.value.get("MODE", "pretraining")
-    if is_generation != (mode == "inference"):
+    if is_generation != (case.mode is CaseMode.INFERENCE):
         kind = "the output of an inference program" if is_generation else "series of a training"
-        message = f"holds {kind}, MODE of {case.file} is {mode!r}; record it again"
+        message = f"holds {kind}, MODE of {case.path} is {case.mode.value!r}; record it again"
         yield golden.finding("golden-metric", message)
         return
-    for name in compared_metrics(case):
+    for name in (case.metrics or ()) if case.needs_golden else ():
         if not _has_metric(golden.content, name):
-            message = f"{case.file} compares {name!r}, which is not here; record it again"
+            message = f"{case.path} compares {name!r}, which is not here; record it again"
             yield golden.finding("golden-metric", message)
     yield from _check_end(golden, case)
 
@@ -128,19 +127,19 @@ def _has_metric(golden: Golden, name: str) -> bool:
     return name in golden.metrics or name.replace("-", " ") in golden.metrics
 
 
-def _check_end(golden: GoldenFile, case: CaseDocument) -> Iterator[Finding]:
+def _check_end(golden: GoldenFile, case: WorkloadCase) -> Iterator[Finding]:
     """Yield the metrics that end before the training of their case does, those at one step once."""
-    last = last_step(case)
+    last = case.compared_end
     if last is None:
         return
     ends: dict[int, list[str]] = {}
     for name, series in golden.content.metrics.items():
-        is_open = name in _MAY_BE_UNMEASURED or case.value.get("TEST_TYPE") == _ENDED_BY_TIME
+        is_open = name in _MAY_BE_UNMEASURED or case.test_type is TestType.RELEASE
         steps = (series if is_open else without_unmeasured_end(series)).steps
         if steps and steps[-1] + step_interval(series.steps) <= last:
             ends.setdefault(steps[-1], []).append(name)
     for end, names in ends.items():
-        message = f"{', '.join(names)}: ends at step {end}, the training of {case.file} at {last}; "
+        message = f"{', '.join(names)}: ends at step {end}, the training of {case.path} at {last}; "
         line = golden.line_of(names[0])
         yield golden.finding("golden-truncated", f"{message}record it again", line=line)
 
@@ -311,16 +310,17 @@ class _Linter:
         case = next((row.own_case for row in rows), None)
         if case is None and len(parts) == _DEPTH:
             case = self._case_at(self._project.root / CASES / Path(*parts[:-1]) / CASE_NAME)
-        if case is not None:
-            self.findings += check_against_case(golden, case)
+        if case is not None and (sound := sound_case(case)) is not None:
+            self.findings += check_against_case(golden, sound)
         self.findings += check_origin(golden, case, rows, self._project.root)
 
     def look_at_rows(self) -> None:
         """Check the recipes for goldens that are missing."""
         root, other_names = self._project.root, self._project.other_names
         for workload in self._workloads:
-            case = workload.own_case or self._case_at(case_path(root, workload))
-            if case is not None and compares_metrics(case):
+            document = workload.own_case or self._case_at(case_path(root, workload))
+            case = None if document is None else sound_case(document)
+            if case is not None and case.needs_golden:
                 self.findings += check_golden(workload, root, other_names)
 
     def _read(self, path: Path) -> GoldenFile | None:

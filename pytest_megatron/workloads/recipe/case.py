@@ -30,7 +30,6 @@ from pytest_megatron.base.schema import (
     Pattern,
     Positive,
     SchemaError,
-    SchemaProblem,
     Text,
     closed,
     matches,
@@ -297,55 +296,28 @@ def json_schema() -> dict[str, JsonValue]:
     return found | {"patternProperties": {f"^{_NUMBERED_NAME}$": arguments}}
 
 
-def check_case(document: YamlDocument) -> Iterator[Finding]:
-    """Yield the errors of a case."""
-    problems = _schema_problems(document)
-    for problem in problems:
-        rule = _RULES.get(problem.kind, "case-type")
-        yield finding_at(document, problem.path, rule, problem.message)
-    yield from phase_problems(document)
-    if (void := find_no_resume(document.value)) is not None:
-        yield finding_at(document, ("TEST_TYPE",), "case-void", void)
-    try:
-        _source_of({} if problems else document.value)
-    except CaseError as error:
-        yield finding_at(document, (error.where,), "case-void", str(error))
-
-
-def compares_metrics(document: YamlDocument) -> bool:
-    """Return whether the case needs a golden: a run is compared with it, and expected to agree.
-
-    None of a case with an error does.
-    """
+def check_case(document: YamlDocument) -> tuple[WorkloadCase | None, tuple[Finding, ...]]:
+    """Return a test case, None where it has an error, and all that is wrong with it."""
+    case, found = None, list[Finding]()
     try:
         case = parse_case(document)
+    except CaseError as error:
+        found += _schema_findings(document)
+        found += phase_problems(document)
+        if not found:
+            line, message = int(error.where.rpartition(":")[2]), error.problem
+            found.append(Finding(file=document.file, line=line, rule="case-void", message=message))
+    if (void := find_no_resume(document.value)) is not None:
+        found.append(finding_at(document, ("TEST_TYPE",), "case-void", void))
+    return case, tuple(found)
+
+
+def sound_case(document: YamlDocument) -> WorkloadCase | None:
+    """Return a test case; None where it has an error, as lint says."""
+    try:
+        return parse_case(document)
     except CaseError:
-        return False
-    return case.is_compared and case.evaluation is Evaluation.PASS
-
-
-def starts_frozen(document: YamlDocument) -> bool:
-    """Return whether a run of the case starts from a checkpoint that was made before."""
-    return document.value.get("TEST_TYPE") in ("frozen-resume", "frozen-start")
-
-
-def compared_metrics(document: YamlDocument) -> tuple[str, ...]:
-    """Return the METRICS that a case names; none where it names none, or compares nothing."""
-    named = document.value.get("METRICS")
-    if not isinstance(named, list) or not compares_metrics(document):
-        return ()
-    return tuple(name for name in named if isinstance(name, str))
-
-
-def last_step(document: YamlDocument) -> int | None:
-    """Return the iteration at which a training of the case ends; None where that is not given."""
-    arguments, last = document.value.get("MODEL_ARGS"), document.value.get("LAST_STEP")
-    if not compares_metrics(document):
         return None
-    if isinstance(last, int) or not isinstance(arguments, dict):
-        return last if isinstance(last, int) else None
-    counts = (arguments.get("--train-iters"), arguments.get("--exit-interval"))
-    return min((c for c in counts if isinstance(c, int) and c > 0), default=None)
 
 
 def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, JsonValue]]:
@@ -354,16 +326,16 @@ def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, J
     return numbered, {k: v for k, v in document.value.items() if k not in numbered}
 
 
-def _schema_problems(document: YamlDocument) -> tuple[SchemaProblem, ...]:
-    """Return everything in a case that the schema forbids."""
+def _schema_findings(document: YamlDocument) -> Iterator[Finding]:
+    """Yield everything in a case that the schema forbids."""
     numbered, others = _parts_of(document)
-    found: tuple[SchemaProblem, ...] = ()
     for kind, part in ((CaseFile, others), (_NUMBERED_ARGS, numbered)):
         try:
             validate(kind, part)
         except SchemaError as error:
-            found += error.problems
-    return found
+            for problem in error.problems:
+                rule = _RULES.get(problem.kind, "case-type")
+                yield finding_at(document, problem.path, rule, problem.message)
 
 
 def phase_problems(document: YamlDocument) -> Iterator[Finding]:
@@ -549,6 +521,25 @@ class WorkloadCase:
         return self.is_judged and self.test_type is not TestType.CHECKPOINT_CONSISTENCY
 
     @property
+    def needs_golden(self) -> bool:
+        """True if a run is compared with a golden and expected to agree."""
+        return self.is_compared and self.evaluation is Evaluation.PASS
+
+    @property
+    def is_frozen(self) -> bool:
+        """True if a run starts from a checkpoint that was made before."""
+        return self.test_type in (TestType.FROZEN_RESUME, TestType.FROZEN_START)
+
+    @property
+    def compared_end(self) -> int | None:
+        """The step at which a training that is compared ends; None where that is not given."""
+        if self.last_step is not None or not self.needs_golden:
+            return self.last_step if self.needs_golden else None
+        model_args = ModelArgs(self.arguments)
+        counts = (model_args.number(name) for name in ("--train-iters", "--exit-interval"))
+        return min((count for count in counts if count), default=None)
+
+    @property
     def is_always_lightweight(self) -> bool:
         """True if the case itself asks for lightweight mode."""
         return self.env.get("ENABLE_LIGHTWEIGHT_MODE", "").lower() == "true"
@@ -592,45 +583,37 @@ def parse_case(document: YamlDocument) -> WorkloadCase:
         gradient_tolerance=file.GRADIENT_TOLERANCE,
         exit_policy=file.EXIT_POLICY or ExitPolicy.FAIL,
         env_lines={name: document.line_of(("ENV_VARS", name)) for name in file.ENV_VARS or ()},
-        source=_located_source(document),
+        source=_source_of(document),
         last_step=file.LAST_STEP,
         stop=file.STOP,
         resume=file.RESUME,
     )
 
 
-def _source_of(case: Mapping[str, JsonValue]) -> MetricSource | None:
+def _source_of(document: YamlDocument) -> MetricSource | None:
     """Return where the metrics of a case are, None where they are handed to us.
 
     Raises:
         CaseError: METRICS_FROM describes no place, or none that its case can use.
     """
-    keys, names = case.get("METRICS_FROM"), case.get("METRICS")
+    keys, names = (document.value.get(key) for key in ("METRICS_FROM", "METRICS"))
     if not isinstance(keys, dict):
         return None
+    where, problem = document.where(("METRICS_FROM",)), None
     try:
         source = parse_source(keys, tuple(map(str, names)) if isinstance(names, list) else ())
     except ValueError as error:
-        raise CaseError("METRICS_FROM", str(error)) from error
-    problem = None
+        raise CaseError(where, f"METRICS_FROM: {error}") from error
     if not source.names:
         problem = "is there and METRICS is not, expected the names of metrics to compare"
-    elif case.get("TEST_TYPE") in _MANY_STARTS and not source.counts_on:
+    elif document.value.get("TEST_TYPE") in _MANY_STARTS and not source.counts_on:
         problem = (
             f"source {keys['source']} of a resumed training has the steps before as well, or is "
             f"counted anew, expected steps that go on; name another source, such as tensorboard"
         )
     if problem is not None:
-        raise CaseError("METRICS_FROM", problem)
+        raise CaseError(where, f"METRICS_FROM: {problem}")
     return source
-
-
-def _located_source(document: YamlDocument) -> MetricSource | None:
-    """Return the same; an error names file and line."""
-    try:
-        return _source_of(document.value)
-    except CaseError as error:
-        raise CaseError(document.where((error.where,)), str(error)) from error
 
 
 class _CaseReader:

@@ -16,12 +16,11 @@ from pytest_megatron.workloads.recipe.case import (
     CASES,
     GOLDENS,
     NO_OTHER_NAMES,
+    WorkloadCase,
     case_path,
     check_case,
-    compares_metrics,
     golden_paths,
     is_missing_program,
-    starts_frozen,
 )
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
@@ -78,41 +77,42 @@ def _check_rows(
     workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield the errors of programs, cases and goldens of the rows."""
-    cases: dict[Path, YamlDocument | None] = {}
+    cases: dict[Path, WorkloadCase | None] = {}
     for workload in workloads:
-        path, case = case_path(root, workload), workload.own_case
-        if case is None and path not in cases and path.is_file():
-            cases[path], findings = _read_case(path)
+        path, own = case_path(root, workload), workload.own_case
+        if own is not None or (path not in cases and path.is_file()):
+            cases[path], findings = _read_case(path, own)
             yield from findings
-        case = case or cases.get(path)
         if workload.script is not None:
             continue  # a script does what it wants
+        case = cases.get(path)
         yield from _check_program(workload, path, root, case)
-        if case is not None and compares_metrics(case):
+        if case is not None and case.needs_golden:
             yield from check_golden(workload, root, other_names)
-        if case is not None and starts_frozen(case):
+        if case is not None and case.is_frozen:
             yield from _check_checkpoint(workload, root)
 
 
-def _read_case(path: Path) -> tuple[YamlDocument | None, tuple[Finding, ...]]:
+def _read_case(
+    path: Path, document: YamlDocument | None
+) -> tuple[WorkloadCase | None, tuple[Finding, ...]]:
     """Return a case, None if it cannot be read, and its findings."""
     try:
-        document = read_document(path)
+        return check_case(document or read_document(path))
     except YamlError as problem:
         finding = Finding(
             file=path, line=problem.line, rule="case-unreadable", message=problem.problem
         )
         return None, (finding,)
-    return document, tuple(check_case(document))
 
 
 def _check_program(
-    workload: Workload, path: Path, root: Path, case: YamlDocument | None
+    workload: Workload, path: Path, root: Path, case: WorkloadCase | None
 ) -> Iterator[Finding]:
     """Yield the missing files of a row without a script; a BEFORE_SCRIPT may make the program."""
     program = workload.training_script_path
     key = "training_script_path" if workload.own_case is None else "command"
-    is_made = case is not None and case.value.get("BEFORE_SCRIPT") is not None
+    is_made = case is not None and case.before_script is not None
     if program is None:
         yield _row_finding(
             workload,

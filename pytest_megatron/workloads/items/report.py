@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import assert_never
 
 import pytest
 
@@ -27,7 +26,6 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
 from pytest_megatron.workloads.golden.compare.result import name_unjudged, render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
-from pytest_megatron.workloads.training.plan.phases import Frozen, Rewind, Saved
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
@@ -380,16 +378,13 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
 def _phase_lines(redactor: Redactor, phase: PhasePlan) -> list[str]:
     """Return what `--plan` prints of a phase."""
     lines: list[str] = []
-    match phase.origin:
-        case Rewind() | Saved():
-            lines.append(f"  then back to iteration {phase.origin.back_to}, and")
-        case Frozen():
-            where = phase.origin.checkpoints
-            lines.append(f"  then from iteration {phase.origin.back_to} in {where}, and")
-        case None:
-            lines += [f"  then as {phase.name} says, and"] if phase.number > 1 else []
-        case _:
-            assert_never(phase.origin)
+    if (origin := phase.origin) is not None:
+        is_frozen = origin.view is not None
+        place = f" in {origin.checkpoints}" if is_frozen else ""
+        back = "from" if is_frozen else "back to"
+        lines.append(f"  then {back} iteration {origin.back_to}{place}, and")
+    elif phase.number > 1:
+        lines.append(f"  then as {phase.name} says, and")
     lines += [f"  starts from: {path}" for path in phase.frozen_paths]
     env = redactor.env(phase.own_env)
     lines += _script_lines("BEFORE_SCRIPT", phase.before_script, redactor)

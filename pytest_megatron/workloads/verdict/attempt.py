@@ -57,7 +57,7 @@ from pytest_megatron.workloads.golden.model import (
 )
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
-from pytest_megatron.workloads.training.plan.phases import Saved, Target
+from pytest_megatron.workloads.training.plan.phases import Target
 from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, tail, traceback_at
 
 _PROGRAM = "the program"
@@ -373,7 +373,7 @@ def judge_metrics(
             measured[-1],
             names,
             end.plan.resumes_after or resumes_after,
-            is_own=isinstance(end.plan.origin, Saved),
+            is_own=end.plan.origin is not None and end.plan.origin.is_own,
         )
         resumes_after = end.saved
         if problem:

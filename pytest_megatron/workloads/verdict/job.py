@@ -42,13 +42,13 @@ from pytest_megatron.workloads.training.checks.rules import CheckFinding
 from pytest_megatron.workloads.training.plan.phases import find_untraceable
 from pytest_megatron.workloads.training.plan.plan import (
     FT_PACKAGE,
+    SHARED_CHECKPOINTS,
     AttemptPlan,
     Replay,
     Setting,
     plan_attempt,
     require_inputs,
 )
-from pytest_megatron.workloads.training.plan.script import SHARED_CHECKPOINTS
 from pytest_megatron.workloads.verdict.attempt import (
     DEFAULT_METRICS,
     Attempt,

@@ -57,49 +57,25 @@ _COMMAND_SUBSTITUTION = "$("
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rewind:
-    """Makes a finished run look as if it had stopped half way: what a resume phase starts from.
+class Origin:
+    """Checkpoint that a phase goes on from.
 
     Attributes:
-        checkpoints: Where the first phase saved.
-        last: Iteration of its last checkpoint, which is removed.
-        back_to: Iteration that the next phase resumes from.
-    """
-
-    checkpoints: Path
-    last: int
-    back_to: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Frozen:
-    """A checkpoint that was made long ago, is read and is never written.
-
-    Attributes:
-        checkpoints: The directory that the recipe names.
-        back_to: The iteration that must be in it.
-        view: A directory of the attempt that shows nothing of `checkpoints` but that iteration;
-            the phase loads from it, and not from the frozen directory with its tracker.
+        checkpoints: Where an earlier phase saved it, or the directory that the recipe names.
+        back_to: Its iteration, after which the phase goes on.
+        drop: Pattern of what is removed beside it, so that a finished run looks as if it had
+            stopped half way; None removes nothing.
+        view: A directory of the attempt that shows nothing of `checkpoints` but that iteration; the
+            phase loads from it, as a frozen checkpoint is read and never written. None loads from
+            `checkpoints`.
+        is_own: Whether the program has a layout of its own, whose names only the case knows.
     """
 
     checkpoints: Path
     back_to: int
-    view: Path
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What a first start saved in whatever layout, for the second one to find what it wants.
-
-    Attributes:
-        checkpoints: Where it saved.
-        back_to: The step after which the next start goes on.
-        drop: Pattern of what is removed from the directory before that, or None.
-    """
-
-    checkpoints: Path
-    back_to: int
-    drop: str | None
+    drop: str | None = None
+    view: Path | None = None
+    is_own: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +115,7 @@ class PhaseStart:
     words: tuple[str, ...] = ()
     load: str
     save: Path
-    origin: Rewind | Frozen | Saved | None = None
+    origin: Origin | None = None
     last_iteration: int | None
     saves: Path | None = None
 
@@ -328,21 +304,15 @@ class _Maker:
             return self._resumed_by(resume)
         iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
         saved = self._dirs.checkpoints
-        return self._second(
-            load=str(saved),
-            save=saved,
-            origin=Rewind(checkpoints=saved, last=iters, back_to=iters // 2),
-        )
+        origin = Origin(checkpoints=saved, back_to=iters // 2, drop=iteration_name(iters))
+        return self._second(load=saved, save=saved, origin=origin)
 
     def _resumed_by(self, resume: Resume) -> PhaseStart:
         """Return the start that resumes as the row's `resume` says."""
         saved = self._dirs.checkpoints
         drop = None if resume.drop is None else resume.drop.replace("{at}", str(resume.at))
-        second = self._second(
-            load=str(saved),
-            save=saved,
-            origin=Saved(checkpoints=saved, back_to=resume.at, drop=drop),
-        )
+        origin = Origin(checkpoints=saved, back_to=resume.at, drop=drop, is_own=True)
+        second = self._second(load=saved, save=saved, origin=origin)
         words = (*resume.words(resume.save, saved), *resume.words(resume.load, saved))
         return replace(second, words=(*self._stop(), *words))
 
@@ -359,13 +329,11 @@ class _Maker:
 
     def frozen_resumed(self, root: Path) -> PhaseStart:
         """Return the start that goes on from half way of a training that was long ago."""
-        origin = Frozen(
-            checkpoints=root / self.frozen_path(),
-            back_to=self._case.train_iters // 2,
-            view=self._dirs.frozen_checkpoint,
+        view = self._dirs.frozen_checkpoint
+        origin = Origin(
+            checkpoints=root / self.frozen_path(), back_to=self._case.train_iters // 2, view=view
         )
-        save = self._dirs.phase(2).root / "checkpoints"
-        return self._second(load=str(origin.view), save=save, origin=origin)
+        return self._second(load=view, save=self._dirs.phase(2).root / "checkpoints", origin=origin)
 
     def consistent(self, number: int, variant: Variant) -> PhaseStart:
         """Return the start of one `MODEL_ARGS*` key, with checkpoints of its own."""
@@ -420,18 +388,18 @@ class _Maker:
             )
         return self._load
 
-    def _second(self, *, load: str, save: Path, origin: Rewind | Frozen | Saved) -> PhaseStart:
+    def _second(self, *, load: Path, save: Path, origin: Origin) -> PhaseStart:
         """Return the start of a phase that resumes."""
         variant = self._case.variant(2)
         arguments, last = self._arguments(variant)
-        if self._is_lightweight and last is not None and isinstance(origin, Frozen):
+        if self._is_lightweight and last is not None and origin.view is not None:
             last = (origin.back_to // LIGHTWEIGHT_ITERS + 1) * LIGHTWEIGHT_ITERS
         return PhaseStart(
             number=2,
             name="phase 2",
             variant=variant,
             arguments=arguments,
-            load=load,
+            load=str(load),
             save=save,
             origin=origin,
             last_iteration=last,
@@ -479,9 +447,9 @@ class _Maker:
         return arguments, int(text) if text.isdecimal() else self._case.last_step
 
 
-def find_no_checkpoint(origin: Rewind | Frozen | Saved) -> str | None:
+def find_no_checkpoint(origin: Origin) -> str | None:
     """Return what is wrong if the checkpoint to resume from is not there, None if it is."""
-    if isinstance(origin, Saved):
+    if origin.is_own:
         is_empty = not any(origin.checkpoints.iterdir())
         what = f"{origin.checkpoints} is empty, expected what `save` of resume has it save there"
         return f"{what}; change those words" if is_empty else None
@@ -517,27 +485,21 @@ def saved_iteration(directory: Path) -> int | None:
     return int(text) if is_there else None
 
 
-def lay_out(origin: Rewind | Frozen | Saved) -> None:
+def lay_out(origin: Origin) -> None:
     """Make the directory that a phase loads from show the iteration that it resumes.
 
     Raises:
         OSError: The directory cannot be written.
     """
-    match origin:
-        case Saved():
-            for path in () if origin.drop is None else origin.checkpoints.glob(origin.drop):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-            return
-        case Rewind():
-            directory = origin.checkpoints
-            shutil.rmtree(directory / iteration_name(origin.last), ignore_errors=True)
-        case Frozen():
-            directory, name = origin.view, iteration_name(origin.back_to)
-            directory.mkdir()
-            (directory / name).symlink_to((origin.checkpoints / name).resolve())
-        case _:
-            assert_never(origin)
-    write_text_atomically(directory / TRACKER, str(origin.back_to))
+    for path in () if origin.drop is None else origin.checkpoints.glob(origin.drop):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    if origin.is_own:
+        return
+    if origin.view is not None:
+        name = iteration_name(origin.back_to)
+        origin.view.mkdir()
+        (origin.view / name).symlink_to((origin.checkpoints / name).resolve())
+    write_text_atomically((origin.view or origin.checkpoints) / TRACKER, str(origin.back_to))
 
 
 def iteration_name(iteration: int) -> str:
@@ -555,7 +517,7 @@ def require_program(cwd: Path, program: str) -> None:
         )
 
 
-def require_iteration(frozen: Frozen) -> None:
+def require_iteration(frozen: Origin) -> None:
     """Check the checkpoint that a frozen start resumes."""
     name = iteration_name(frozen.back_to)
     if (frozen.checkpoints / name).is_dir():

@@ -2,7 +2,7 @@
 
 A plan is data: `--plan` prints it, `plan.json` keeps it, an engine runs it. Planning the same
 attempt twice gives the same plan. In order: the rule for CUDA_DEVICE_MAX_CONNECTIONS, the command
-that starts ranks, the plan, and what `pytest-megatron repro` changes in it.
+that starts ranks, the plan, what bash runs a script in, and what `pytest-megatron repro` changes.
 
 Source: Megatron-LM megatron/training/arguments.py, validate_args(), and
 tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd; torch.distributed.run;
@@ -38,14 +38,14 @@ from pytest_megatron.workloads.recipe.case import (
     TestType,
     WorkloadCase,
 )
+from pytest_megatron.workloads.recipe.driver_script import CODE
+from pytest_megatron.workloads.recipe.megatron_row import container_paths, with_paths
 from pytest_megatron.workloads.recipe.metrics import MetricSource
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
-    Frozen,
+    Origin,
     PhaseStart,
-    Rewind,
-    Saved,
     Target,
     command_words,
     find_untraceable,
@@ -58,7 +58,6 @@ from pytest_megatron.workloads.training.plan.phases import (
     target_of,
     with_words,
 )
-from pytest_megatron.workloads.training.plan.script import redirected, script_env
 
 TraceValues: TypeAlias = Literal["hash", "full"]
 
@@ -384,7 +383,7 @@ class PhasePlan:
     env: Mapping[str, str]
     own_env: Mapping[str, str]
     dirs: PhaseDirs
-    origin: Rewind | Frozen | Saved | None = None
+    origin: Origin | None = None
     last_iteration: int | None
     world_size: int = 1
     num_nodes: int = 1
@@ -521,7 +520,7 @@ def require_inputs(plan: AttemptPlan) -> None:
         script = None if phase.start is None else phase.start.script
         if script is not None and phase.before_script is None:
             require_program(plan.cwd, script)
-        if isinstance(phase.origin, Frozen):
+        if phase.origin is not None and phase.origin.view is not None:
             require_iteration(phase.origin)
         for path in phase.frozen_paths:
             require_path(path, is_only_one=len(phase.frozen_paths) == 1)
@@ -736,6 +735,43 @@ def _devices(workload: Workload, setting: Setting) -> dict[str, str]:
     """Return the variable that limits the GPUs which a training sees; none of them on the CPU."""
     devices = () if workload.platform == CPU_PLATFORM else setting.devices
     return {} if devices is None else {"CUDA_VISIBLE_DEVICES": ",".join(devices)}
+
+
+# A script of Megatron-LM is written for its container, and most delete the user's `.netrc`.
+PRELUDE = Path(__file__).parents[1] / "run" / "prelude.sh"
+# Where Megatron-LM's driver saves and loads, whatever the recipe says.
+SHARED_CHECKPOINTS = Path("/tmp/checkpoints")  # noqa: S108 - of a script; in its text it is replaced
+
+
+def redirected(script: str, root: Path, dirs: AttemptDirs, env: Mapping[str, str]) -> str:
+    """Return a rendered script with the container's directories replaced by ours."""
+    own = {CODE: str(root), str(SHARED_CHECKPOINTS): str(dirs.checkpoints)}
+    return with_paths(script, {**container_paths(env), **own})
+
+
+def script_env(
+    env: Mapping[str, str], dirs: AttemptDirs, python: str, num_gpus: int
+) -> dict[str, str]:
+    """Return the variables that a script gets from us.
+
+    Args:
+        env: The controller's; what a cache is found by stays with it.
+        dirs: The attempt's.
+        python: The interpreter, whose environment `python` and `uv run` mean.
+        num_gpus: Ranks on a node.
+    """
+    real, tools = Path(env.get("HOME", "/")), Path(python).parent
+    return {
+        "BASH_ENV": str(PRELUDE),
+        "GPUS_PER_NODE": str(num_gpus),
+        "HF_HOME": env.get("HF_HOME", str(real / ".cache" / "huggingface")),
+        "HOME": str(dirs.home),
+        "PATH": os.pathsep.join((str(tools), env.get("PATH", ""))),
+        "PYTHONFAULTHANDLER": "1",
+        "PYTHONUNBUFFERED": "1",
+        "UV_PROJECT_ENVIRONMENT": env.get("UV_PROJECT_ENVIRONMENT", str(tools.parent)),
+        "XDG_CACHE_HOME": env.get("XDG_CACHE_HOME", str(real / ".cache")),
+    }
 
 
 def _plan_script(workload: Workload, dirs: AttemptDirs, setting: Setting) -> AttemptPlan:

@@ -14,8 +14,7 @@ from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workloads.recipe.case import read_case
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.phases import (
-    Frozen,
-    Rewind,
+    Origin,
     Target,
     exit_minutes,
     find_untraceable,
@@ -135,7 +134,7 @@ def test_a_resume_goes_back_half_way_and_loads_what_it_saved(tmp_path: Path) -> 
     first, second = plan(tmp_path, RESUME, workload()).phases
     assert (first.origin, second.origin) == (
         None,
-        Rewind(checkpoints=DIRS.checkpoints, last=50, back_to=25),
+        Origin(checkpoints=DIRS.checkpoints, drop="iter_0000050", back_to=25),
     )
     assert first.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.no_checkpoint)
     assert second.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.checkpoints)
@@ -147,7 +146,7 @@ def test_a_lightweight_run_stops_after_four_iterations(tmp_path: Path, text: str
     setting = replace(SETTING, is_lightweight=text == RESUME)
     first, second = plan(tmp_path, text, workload(), setting).phases
     assert first.argv[-4:] == ("--exit-interval", "4", "--save-interval", "2")
-    assert second.origin == Rewind(checkpoints=DIRS.checkpoints, last=4, back_to=2)
+    assert second.origin == Origin(checkpoints=DIRS.checkpoints, drop="iter_0000004", back_to=2)
     assert first.last_iteration == 4
 
 
@@ -335,7 +334,7 @@ def test_a_frozen_resume_starts_anew_and_then_from_a_view_of_the_frozen_checkpoi
     first, second = plan(tmp_path, text, workload(checkpoint_load_path="frozen")).phases
     assert first.env["CHECKPOINT_LOAD_PATH"] == str(DIRS.no_checkpoint)
     view = DIRS.frozen_checkpoint
-    assert second.origin == Frozen(checkpoints=Path("/project/frozen"), back_to=25, view=view)
+    assert second.origin == Origin(checkpoints=Path("/project/frozen"), back_to=25, view=view)
     assert second.env["CHECKPOINT_LOAD_PATH"] == str(view)
     assert second.env["CHECKPOINT_SAVE_PATH"] != first.env["CHECKPOINT_SAVE_PATH"]
 

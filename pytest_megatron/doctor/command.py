@@ -54,7 +54,6 @@ from pytest_megatron.workloads.training.checks.rules import (
     CheckFinding,
     CheckRule,
     RuleMatch,
-    as_json,
     check_rules,
     read_rules,
 )
@@ -130,12 +129,28 @@ def _indented(text: str, first: str, rest: str | None = None) -> list[str]:
     )
 
 
+def _finding_json(finding: CheckFinding) -> dict[str, JsonValue]:
+    """Return a finding for machines."""
+    return {
+        "id": finding.rule.id,
+        "severity": finding.severity.value,
+        "group": finding.rule.group,
+        "where": finding.where,
+        "found": finding.found,
+        "wrong": finding.wrong,
+        "fix": finding.fix,
+        "source": finding.source,
+        "trouble": finding.rule.trouble,
+        "values": dict(finding.values),
+    }
+
+
 def _as_json(examination: Examination) -> str:
     """Return an examination as JSON."""
     summary: dict[str, JsonValue] = dict(summary_of(examination.facts))
     value: dict[str, JsonValue] = {
         "environment": summary,
-        "findings": [as_json(finding) for finding in examination.findings],
+        "findings": [_finding_json(finding) for finding in examination.findings],
         "counts": {one.value: examination.count(one) for one in Severity},
     }
     return json.dumps(value, indent=1) + "\n"

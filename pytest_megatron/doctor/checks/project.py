@@ -17,7 +17,7 @@ from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
 from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload, project_words
-from pytest_megatron.workloads.training.checks.check import hits_of
+from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 from pytest_megatron.workloads.training.plan.plan import LAUNCHER_VARIABLE
 

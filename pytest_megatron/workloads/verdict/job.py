@@ -37,7 +37,8 @@ from pytest_megatron.workloads.recipe.case import (
     fingerprint,
 )
 from pytest_megatron.workloads.recipe.model import Workload
-from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.workloads.training.checks.check import findings_of, problem_of
+from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.checks.rules import CheckFinding
 from pytest_megatron.workloads.training.plan.phases import find_untraceable
 from pytest_megatron.workloads.training.plan.plan import (

@@ -11,11 +11,7 @@ from pytest_megatron.errors import CaseError, RecipeError
 from pytest_megatron.workloads.golden.policy import ComparedWorkload
 from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
 from pytest_megatron.workloads.recipe.model import Workload
-from pytest_megatron.workloads.training.checks.layout import (
-    check_connections,
-    check_layout,
-    starts_of,
-)
+from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.checks.rules import (
     CheckFinding,
     RuleMatch,
@@ -24,19 +20,6 @@ from pytest_megatron.workloads.training.checks.rules import (
 )
 from pytest_megatron.workloads.training.plan.phases import references
 from pytest_megatron.workloads.training.plan.plan import NCCL_DEFAULTS, VARIABLES, inherited
-
-
-def hits_of(workload: Workload, case: WorkloadCase, env: Mapping[str, str]) -> Iterator[RuleMatch]:
-    """Yield what is wrong with a row.
-
-    Args:
-        workload: The row.
-        case: The test case of the row.
-        env: What the user has set, and a training inherits.
-    """
-    for start in starts_of(workload, case):
-        yield from check_layout(start)
-        yield from check_connections(start, env)
 
 
 def findings_of(hits: Iterable[RuleMatch]) -> tuple[CheckFinding, ...]:

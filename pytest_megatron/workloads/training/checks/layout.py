@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.recipe.case import (
@@ -25,6 +24,7 @@ from pytest_megatron.workloads.recipe.case import (
     Evaluation,
     ModelArgs,
     ParallelSizes,
+    Variant,
     WorkloadCase,
     sizes_of,
 )
@@ -43,103 +43,84 @@ from pytest_megatron.workloads.training.plan.plan import (
 _FROM_ELSEWHERE = ("--use-checkpoint-args", "--yaml-cfg", "--heterogeneous-layers-config-path")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckedStart:
-    """One start.
+@dataclass(frozen=True, slots=True)
+class _CheckedStart:
+    """One start of a row's program."""
 
-    Attributes:
-        file: The case.
-        ranks_per_node: `nodes` times that many train together.
-        env: What the case sets for this start.
-        env_lines: Lines of the case that set them.
-        scripts: Shell text that runs before the training, and can change its environment.
-    """
+    workload: Workload
+    case: WorkloadCase
+    variant: Variant
 
-    file: Path
-    arguments: ModelArgs
-    nodes: int
-    ranks_per_node: int
-    platform: str
-    env: Mapping[str, str]
-    env_lines: Mapping[str, int] = field(default_factory=dict)
-    scripts: str = ""
+    @property
+    def arguments(self) -> ModelArgs:
+        """Arguments of the start."""
+        return ModelArgs(self.variant.arguments)
+
+    @property
+    def ranks_per_node(self) -> int:
+        """`nodes` times that many train together."""
+        return self.variant.num_ranks or self.workload.gpus
 
     @property
     def ranks(self) -> int:
         """Over all nodes."""
-        return self.nodes * self.ranks_per_node
-
-    @property
-    def has_own_shape(self) -> bool:
-        """True if the arguments describe the model, and no checkpoint or other file does."""
-        return not self.arguments.has_any(*_FROM_ELSEWHERE)
+        return self.workload.nodes * self.ranks_per_node
 
     def at(self, *names: str) -> str:
         """Return where one of some arguments stands, else the case."""
         line = self.arguments.line(*names)
-        return str(self.file) if line is None else f"{self.file}:{line}"
-
-    def at_variable(self, name: str) -> str:
-        """Return where a variable is set: the case, or the environment of the user."""
-        if name not in self.env:
-            return "the environment"
-        line = self.env_lines.get(name)
-        return f"{self.file}: ENV_VARS" if line is None else f"{self.file}:{line}"
+        return str(self.case.path) if line is None else f"{self.case.path}:{line}"
 
 
-def starts_of(workload: Workload, case: WorkloadCase) -> Iterator[CheckedStart]:
-    """Yield what a row starts; nothing of a case that is expected to fail."""
-    if case.evaluation is Evaluation.XPASS:
-        return
-    if workload.script is not None:
-        return  # it starts what it wants
-    exported = {} if workload.of_driver is None else workload.of_driver.env
-    for variant in case.variants:
-        if variant.arguments:
-            yield CheckedStart(
-                file=case.path,
-                arguments=ModelArgs(variant.arguments),
-                nodes=workload.nodes,
-                ranks_per_node=variant.num_ranks or workload.gpus,
-                platform=workload.platform,
-                env={**exported, **case.env, **variant.env},
-                env_lines=case.env_lines,
-                scripts=case.before_script or "",
-            )
-
-
-def check_connections(start: CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:
-    """Yield a value that the training cannot have; the plan sets one that is unset.
+def hits_of(workload: Workload, case: WorkloadCase, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Yield what is wrong with a row; nothing of a case that is expected to fail.
 
     Args:
-        start: What is started.
-        env: What the user has set; the case wins.
+        workload: The row.
+        case: The test case of the row.
+        env: What the user has set, and a training inherits; the case wins.
     """
-    if start.platform == CPU_PLATFORM or CONNECTIONS_VARIABLE in start.scripts:
+    if case.evaluation is Evaluation.XPASS or workload.script is not None:
+        return  # a script starts what it wants
+    for variant in case.variants:
+        if variant.arguments:
+            start = _CheckedStart(workload, case, variant)
+            yield from _check_layout(start)
+            yield from _check_connections(start, env)
+
+
+def _check_connections(start: _CheckedStart, env: Mapping[str, str]) -> Iterator[RuleMatch]:
+    """Yield a value that the training cannot have; the plan sets one that is unset."""
+    case, platform = start.case, start.workload.platform
+    # A script before the training can change its environment.
+    if platform == CPU_PLATFORM or CONNECTIONS_VARIABLE in (case.before_script or ""):
         return
-    value = start.env.get(CONNECTIONS_VARIABLE, env.get(CONNECTIONS_VARIABLE))
+    driver = start.workload.of_driver
+    own = {**({} if driver is None else driver.env), **case.env, **start.variant.env}
+    value = own.get(CONNECTIONS_VARIABLE, env.get(CONNECTIONS_VARIABLE))
     if value is None:
         return
-    where = start.at_variable(CONNECTIONS_VARIABLE)
+    where = "the environment"
+    if CONNECTIONS_VARIABLE in own:
+        line = case.env_lines.get(CONNECTIONS_VARIABLE)
+        where = f"{case.path}: ENV_VARS" if line is None else f"{case.path}:{line}"
     if not value.isdecimal() or not 1 <= int(value) <= MOST_CONNECTIONS:
         yield RuleMatch("connections-number", where, value=repr(value))
         return
-    given, needs = start.arguments, connections_of(start.arguments, start.platform)
+    given, needs = start.arguments, connections_of(start.arguments, platform)
     is_one = int(value) == 1
     if needs is Connections.ONE and value != "1":
         names = {"TP": given.size(TP), "CP": given.size(CP)}
         split = " and ".join(f"{name} {size}" for name, size in names.items() if (size or 1) > 1)
-        yield RuleMatch("connections-one", where, value=value, split=split, platform=start.platform)
+        yield RuleMatch("connections-one", where, value=value, split=split, platform=platform)
     elif needs is Connections.NOT_ONE and is_one:
         option = next(name for name in FSDP if given.is_on(name))
         yield RuleMatch("connections-fsdp", where, option=option)
     elif needs is Connections.MANY and is_one:
-        yield RuleMatch(
-            "connections-overlap", where, option=EXPERT_OVERLAP, platform=start.platform
-        )
+        yield RuleMatch("connections-overlap", where, option=EXPERT_OVERLAP, platform=platform)
 
 
-def product_text(sizes: Mapping[str, int]) -> str:
+def _product_text(sizes: Mapping[str, int]) -> str:
     """Return `TP 2 x PP 4 = 8`; sizes of 1 are left out."""
     shown = {name: size for name, size in sizes.items() if size > 1} or sizes
     product = math.prod(sizes.values())
@@ -158,17 +139,17 @@ _EXPERTS = "--num-experts"
 _HEADS = "--num-attention-heads"
 
 
-def check_layout(start: CheckedStart) -> Iterator[RuleMatch]:
+def _check_layout(start: _CheckedStart) -> Iterator[RuleMatch]:
     """Yield sizes that cannot be divided as the arguments demand."""
     sizes = sizes_of(start.arguments)
     if sizes is None or not start.ranks:
         return
     yield from _ranks(start, sizes)
-    if start.has_own_shape:
+    if not start.arguments.has_any(*_FROM_ELSEWHERE):
         yield from _shares(start, sizes)
 
 
-def _ranks(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+def _ranks(start: _CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
     """Yield a product of sizes that does not divide the ranks."""
     dense = {"TP": sizes.tp, "PP": sizes.pp, "CP": sizes.cp}
     experts = {"ETP": sizes.etp, "EP": sizes.ep, "PP": sizes.pp}
@@ -183,14 +164,14 @@ def _ranks(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
                 rule,
                 start.at(*names),
                 ranks=start.ranks,
-                nodes=start.nodes,
+                nodes=start.workload.nodes,
                 gpus=start.ranks_per_node,
-                product=product_text(group),
+                product=_product_text(group),
             )
             return
 
 
-def _shares(start: CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
+def _shares(start: _CheckedStart, sizes: ParallelSizes) -> Iterator[RuleMatch]:
     """Yield layers, heads and experts that cannot be shared out; building finds all else."""
     given = start.arguments
     layers, heads, experts = (given.number(name) for name in (_LAYERS, _HEADS, _EXPERTS))

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Severity
 from pytest_megatron.base.schema import trusted
 
@@ -119,19 +118,3 @@ def finding_of(hit: RuleMatch, table: Mapping[str, CheckRule]) -> CheckFinding:
         values=hit.values,
         where=hit.where,
     )
-
-
-def as_json(finding: CheckFinding) -> dict[str, JsonValue]:
-    """Return a finding for machines."""
-    return {
-        "id": finding.rule.id,
-        "severity": finding.severity.value,
-        "group": finding.rule.group,
-        "where": finding.where,
-        "found": finding.found,
-        "wrong": finding.wrong,
-        "fix": finding.fix,
-        "source": finding.source,
-        "trouble": finding.rule.trouble,
-        "values": dict(finding.values),
-    }

@@ -4,7 +4,8 @@ import pytest
 from check_rows import case, row
 
 from pytest_megatron.workloads.recipe.case import ModelArgs
-from pytest_megatron.workloads.training.checks.check import findings_of, hits_of
+from pytest_megatron.workloads.training.checks.check import findings_of
+from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.plan.plan import CONNECTIONS_VARIABLE, planned_connections
 
 ALONE = {"--tensor-model-parallel-size": "1", "--context-parallel-size": "1"}

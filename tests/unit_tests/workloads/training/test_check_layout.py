@@ -4,7 +4,8 @@ import pytest
 from check_rows import FILE, SOUND, case, row
 
 from pytest_megatron.workloads.recipe.case import Evaluation, WorkloadCase
-from pytest_megatron.workloads.training.checks.check import findings_of, hits_of, problem_of
+from pytest_megatron.workloads.training.checks.check import findings_of, problem_of
+from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.checks.rules import check_rules
 
 TP, PP = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"

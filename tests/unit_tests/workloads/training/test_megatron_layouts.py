@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from check_rows import case, row
 
-from pytest_megatron.workloads.training.checks.check import findings_of, hits_of
+from pytest_megatron.workloads.training.checks.check import findings_of
+from pytest_megatron.workloads.training.checks.layout import hits_of
 
 _GUEST = Path(__file__).with_name("megatron_layouts.py")
 _OPTIONS = {

@@ -125,7 +125,7 @@ class Agent:
         channel: BufferedChannel,
         start_rank: StartRank,
         keeper: StoreKeeper,
-        parent_pipe: int | None = None,
+        session_end: int | None = None,
     ) -> None:
         """Create an agent without ranks.
 
@@ -133,10 +133,10 @@ class Agent:
             channel: To the controller.
             start_rank: Starts the process of a rank.
             keeper: Opens stores, in a process of its own.
-            parent_pipe: Read end of a pipe; the agent also ends when its write end is closed.
+            session_end: Descriptor; the agent also ends when it is readable.
         """
         self._channel = channel
-        self._parent_pipe = parent_pipe
+        self._session_end = session_end
         self._start_rank = start_rank
         self._keeper = keeper
         self._children: dict[int, _Child] = {}
@@ -150,7 +150,7 @@ class Agent:
         """Handle messages until the controller or the parent is gone, then kill everything."""
         become_subreaper()
         wakeup, wakeup_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        parent = [] if self._parent_pipe is None else [self._parent_pipe]
+        parent = [] if self._session_end is None else [self._session_end]
         self._own = [wakeup, wakeup_write, *parent]
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)
@@ -163,7 +163,7 @@ class Agent:
             while not self._channel.is_closed and os.getppid() == guard:
                 self._channel.flush()
                 ready = self._wait([wakeup, *parent])
-                if self._parent_pipe in ready:
+                if self._session_end in ready:
                     return
                 if wakeup in ready:
                     with contextlib.suppress(BlockingIOError):

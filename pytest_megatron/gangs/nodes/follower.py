@@ -35,7 +35,7 @@ from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.process import RankContext, temp_factory
 from pytest_megatron.gangs.start.collector import digest_of
 from pytest_megatron.gangs.start.environment import KEY
-from pytest_megatron.gangs.start.forkserver import SessionTemplate
+from pytest_megatron.gangs.start.forkserver import SessionTemplate, load
 from pytest_megatron.gangs.start.start_mode import (
     make_session_info,
     modules_to_load,
@@ -196,54 +196,51 @@ class FollowerPlugin:
         start = self._start_preloaded if welcome.is_collecting else self._fork_template
         connection = self._call(key, "agent", MEETING_S)
         end = start(session, connection, welcome)
-        connection.close()
         try:
             channel.send(_compare(session, welcome))
             self._wait(session, channel)
         finally:
+            with contextlib.suppress(OSError):  # the agent has ended
+                connection.socket.shutdown(socket.SHUT_RDWR)
             end()
+            connection.close()
             if lease is not None:
                 lease.close()
 
     def _fork_template(
         self, session: pytest.Session, connection: Channel, welcome: Welcome
-    ) -> Callable[[], None]:
-        """Start the process that forks ranks; return a function that ends it."""
-        parent_pipe, own_end = os.pipe()
-
-        def forget() -> None:
-            os.close(own_end)
-            if self._channel is not None:
-                self._channel.close()
-
+    ) -> Callable[[], object]:
+        """Start the process that forks ranks; return a function that waits for its end."""
+        with contextlib.suppress(Exception):  # ranks that load it report the error
+            load(modules_to_load(session))
         own = {item.nodeid: item for item in session.items}
         context = RankContext(
             session=session,
             random_state=state_if_seeded(self._random_before),
             base_temp=self._base_temp,
         )
+        session_end, own_end = os.pipe()
+
+        def forget() -> None:
+            os.close(own_end)
+            if self._channel is not None:
+                self._channel.close()
+
         template = SessionTemplate(
             context=context,
             coverage={},
             coverage_file="",
             items=tuple(own.get(node_id) for node_id in welcome.node_ids),
-            parent_pipe=parent_pipe,
+            session_end=session_end,
             forget=forget,
-            loads=modules_to_load(session),
         )
-        pid = template.fork_loaded(connection.socket)
-        os.close(parent_pipe)
-
-        def end() -> None:
-            os.close(own_end)
-            os.waitpid(pid, 0)
-
-        return end
+        pid = template.fork(connection.socket)
+        return lambda: os.waitpid(pid, 0)
 
     def _start_preloaded(
         self, session: pytest.Session, connection: Channel, welcome: Welcome
-    ) -> Callable[[], None]:
-        """Start the process for ranks that collect themselves; return a function that ends it."""
+    ) -> Callable[[], object]:
+        """Start the process for ranks that collect; return a function that waits for its end."""
         del session
         info = make_session_info(self._config, digest=digest_of(welcome.node_ids))
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}

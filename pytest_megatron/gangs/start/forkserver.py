@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
@@ -41,10 +41,9 @@ class SessionTemplate:
         forget: Closes descriptors of the session.
         items: On other nodes than 0, the items that node 0 collected, by index; None where this
             node has no such item.
-        parent_pipe: Read end of a pipe that closes when the session of this node ends; on node 0
+        session_end: Descriptor that is readable when the session of this node has ended; on node 0
             the connection closes instead.
         loads: Modules that it loads first; if one cannot be loaded, it exits.
-        loaded: Write end of a pipe, which gets a byte when they are loaded.
     """
 
     context: RankContext
@@ -52,9 +51,8 @@ class SessionTemplate:
     coverage_file: str
     forget: Callable[[], None]
     items: tuple[pytest.Item | None, ...] | None = None
-    parent_pipe: int | None = None
+    session_end: int | None = None
     loads: tuple[str, ...] = ()
-    loaded: int | None = None
 
     def fork(self, connection: socket.socket) -> int:
         """Fork the template; return the process that ends after all of its descendants.
@@ -76,25 +74,6 @@ class SessionTemplate:
         finally:
             os._exit(0)
 
-    def fork_loaded(self, connection: socket.socket) -> int:
-        """Fork the template and wait for its modules; without them if it ends meanwhile."""
-        if not self.loads:
-            return self.fork(connection)
-        read_end, write_end = os.pipe()
-
-        def forget() -> None:
-            os.close(read_end)
-            self.forget()
-
-        pid = replace(self, forget=forget, loaded=write_end).fork(connection)
-        os.close(write_end)
-        has_loaded = bool(os.read(read_end, 1))
-        os.close(read_end)
-        if has_loaded:
-            return pid
-        os.waitpid(pid, 0)
-        return replace(self, loads=()).fork(connection)
-
     def _serve(self, connection: socket.socket) -> None:
         """Import what ranks need, then fork ranks until the controller is gone."""
         context = self.context
@@ -102,25 +81,23 @@ class SessionTemplate:
         if self.items is not None:
             context.session.items = cast("list[pytest.Item]", list(self.items))
         try:
-            self._load()
+            load(self.loads)
         except Exception:  # noqa: BLE001 - ranks that load it report the error
             return
-        if self.loaded is not None:
-            os.write(self.loaded, b"1")
-            os.close(self.loaded)
         plugin = prepare(context.session)
         channel = BufferedChannel(connection)
         keeper = StoreKeeper()
         start_rank = fork_rank(channel, keeper, partial(run_rank, context, plugin))
-        Agent(channel, start_rank, keeper, self.parent_pipe).serve()
+        Agent(channel, start_rank, keeper, self.session_end).serve()
         if measurement is not None:
             measurement.save()
 
-    def _load(self) -> None:
-        """Import the modules that every rank would import."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import_installed(self.loads)
+
+def load(modules: Sequence[str]) -> None:
+    """Import modules that every rank would import."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_installed(modules)
 
 
 def wait_for_agent(

@@ -302,15 +302,15 @@ def _serve(connection: socket.socket) -> None:
         rank_configs = [RankConfig(**config) for config in content["configs"]]
         ahead = LoadingRanks(info, rank_configs)
     close_stdin()
-    parent_pipe = None
+    session_end = None
     if info.node_rank:  # the controller is elsewhere
         _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
-        parent_pipe, connection = connection.detach(), socket.socket(fileno=descriptor)
+        session_end, connection = connection.detach(), socket.socket(fileno=descriptor)
     channel = BufferedChannel(connection)
     start_rank: StartRank = fork_rank(channel, keeper, partial(collect_and_serve, info))
     if ahead is not None:
         start_rank = ahead.start_first(start_rank, info)
-    Agent(channel, start_rank, keeper, parent_pipe).serve()
+    Agent(channel, start_rank, keeper, session_end).serve()
 
 
 class LoadingRanks:

@@ -14,9 +14,14 @@ import pytest
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.controller.other_plugins import write_once
-from pytest_megatron.gangs.ipc.channel import Listener, listen_on
-from pytest_megatron.gangs.ipc.messages import RankConfig, SessionEnded, Welcome
-from pytest_megatron.gangs.supervisor.connections import Followers
+from pytest_megatron.gangs.ipc.channel import Channel, Frame, Listener, listen_on
+from pytest_megatron.gangs.ipc.messages import (
+    Joined,
+    RankConfig,
+    Register,
+    SessionEnded,
+    Welcome,
+)
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
@@ -69,12 +74,15 @@ class Leader:
         """
         self._config = config
         self._supervisor = supervisor
-        self._nodes = range(1, welcome.num_nodes)
+        self._welcome = welcome
         self._stop = ""
-        self._followers = Followers(welcome)
+        self._joined: dict[int, Joined] = {}
+        self._refused: list[str] = []
+        self._has_wrong_key = False
+        self._channels: dict[int, Channel] = {}  # to the sessions of other nodes
         listener = _listen(options)
         self._endpoint = listener.address
-        supervisor.listen(listener, self._followers)
+        supervisor.listen(listener, self._on_register, self._on_wrong_key)
 
     def wait(self) -> None:
         """Wait until every node has joined.
@@ -83,13 +91,13 @@ class Leader:
             pytest.exit.Exception: A node did not connect, or cannot join.
         """
         deadline = time.monotonic() + MEETING_S
-        while missing := [n for n in self._nodes if not self._is_there(n)]:
+        while missing := [n for n in range(1, self._welcome.num_nodes) if not self._is_there(n)]:
             names = ", ".join(map(str, missing))
             write_once(self._config, [f"node 0 waits at {self._endpoint} for node {names}"])
-            if self._followers.num_wrong_keys:
+            if self._has_wrong_key:
                 write_once(self._config, [f"a node with another key was refused; {KEY_ADVICE}"])
-            if self._followers.refused:
-                raise pytest.exit.Exception("; ".join(self._followers.refused), BROKEN)
+            if self._refused:
+                raise pytest.exit.Exception("; ".join(self._refused), BROKEN)
             if time.monotonic() > deadline:
                 raise pytest.exit.Exception(
                     f"node {names} did not come to {self._endpoint} in {MEETING_S:g} s; is its "
@@ -100,7 +108,7 @@ class Leader:
 
     def missing(self, rank_configs: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> reason why the rank lacks the test."""
-        joined = self._followers.joined
+        joined = self._joined
         return {
             rank_config.rank: dict.fromkeys(
                 joined[rank_config.node_rank].missing,
@@ -114,7 +122,7 @@ class Leader:
         """Return node id -> message, for tests that node 0 did not collect."""
         return {
             node_id: f"collected by node {node_rank}, not by node 0"
-            for node_rank, joined in self._followers.joined.items()
+            for node_rank, joined in self._joined.items()
             for node_id in joined.extra
         }
 
@@ -126,10 +134,44 @@ class Leader:
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         """Send the end of the session to the other nodes."""
         text = str(self._stop or session.shouldfail or session.shouldstop or "")
-        self._followers.dismiss(SessionEnded(exit_code=int(exitstatus), text=text))
+        for channel in self._channels.values():
+            channel.send(SessionEnded(exit_code=int(exitstatus), text=text))
+            channel.leave()  # they wait for the end of this process
+
+    def _on_wrong_key(self) -> None:
+        """Note that a node does not know the key."""
+        self._has_wrong_key = True
+
+    def _on_register(self, channel: Channel, register: Register, frames: Sequence[Frame]) -> None:
+        """Accept or refuse the session of another node, or accept its agent."""
+        node_rank = register.node_rank
+        if register.role == "agent":
+            self._supervisor.connect(channel, node_rank, frames)
+            return
+        known = self._channels.get(node_rank)
+        is_taken = node_rank == 0 or (known is not None and not known.is_closed)
+        if is_taken or node_rank >= self._welcome.num_nodes:
+            text = f"--node-rank: {node_rank} is taken or too large; give each node one of its own"
+            channel.send(SessionEnded(exit_code=pytest.ExitCode.USAGE_ERROR, text=text))
+            self._supervisor.drop(channel)
+            return
+        self._channels[node_rank] = channel
+        self._supervisor.read(channel, lambda: self._read(node_rank, channel))
+        channel.send(self._welcome)
+
+    def _read(self, node_rank: int, channel: Channel) -> None:
+        """Read the messages of another node's session."""
+        for message in channel.drain():
+            if isinstance(message, Joined) and not message.problem:
+                self._joined[node_rank] = message
+            elif isinstance(message, Joined):
+                self._refused.append(f"node {node_rank}: {message.problem}")
+        if channel.is_closed:
+            del self._channels[node_rank]
+            self._joined.pop(node_rank, None)
 
     def _is_there(self, node_rank: int) -> bool:
-        return node_rank in self._followers.joined and self._supervisor.agents.has(node_rank)
+        return node_rank in self._joined and self._supervisor.agents.has(node_rank)
 
 
 def _listen(options: Options) -> Listener:

@@ -30,15 +30,12 @@ from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     Collected,
     Died,
-    Joined,
     Kill,
     Message,
     RankConfig,
     Register,
-    SessionEnded,
     Stacks,
     Start,
-    Welcome,
     decode,
 )
 from pytest_megatron.process.guard import send_signal
@@ -207,62 +204,6 @@ class Agents:
         self._pids.pop(channel, None)
         for node_rank in [n for n, c in self._channels.items() if c is channel]:
             del self._channels[node_rank]
-
-
-_USAGE_ERROR = 4  # exit code of pytest
-
-
-class Followers:
-    """Connections to the sessions of other nodes.
-
-    Attributes:
-        joined: Reply of each session that can join, by node.
-        refused: Reasons why sessions cannot join, a line each.
-        num_wrong_keys: Number of clients that did not know the key.
-    """
-
-    def __init__(self, welcome: Welcome) -> None:
-        """Begin without connections of other nodes.
-
-        Args:
-            welcome: First message to each session.
-        """
-        self.joined: dict[int, Joined] = {}
-        self.refused: list[str] = []
-        self.num_wrong_keys = 0
-        self._welcome = welcome
-        self._channels: dict[int, Channel] = {}
-
-    def accept(self, node_rank: int, channel: Channel) -> None:
-        """Accept or refuse a session that has registered."""
-        known = self._channels.get(node_rank)
-        is_taken = node_rank == 0 or (known is not None and not known.is_closed)
-        if is_taken or node_rank >= self._welcome.num_nodes:
-            text = f"--node-rank: {node_rank} is taken or too large; give each node one of its own"
-            channel.send(SessionEnded(exit_code=_USAGE_ERROR, text=text))
-            channel.close()
-            return
-        self._channels[node_rank] = channel
-        channel.send(self._welcome)
-
-    def read(self, channel: Channel) -> None:
-        """Read the messages of a session."""
-        for node_rank in [n for n, c in self._channels.items() if c is channel]:
-            for message in channel.drain():
-                if isinstance(message, Joined) and not message.problem:
-                    self.joined[node_rank] = message
-                elif isinstance(message, Joined):
-                    self.refused.append(f"node {node_rank}: {message.problem}")
-            if channel.is_closed:
-                del self._channels[node_rank]
-                self.joined.pop(node_rank, None)
-
-    def dismiss(self, ended: SessionEnded) -> None:
-        """Send the end of the session to all; they wait for the end of this process."""
-        for channel in self._channels.values():
-            channel.send(ended)
-            channel.leave()
-        self._channels.clear()
 
 
 CollectorMessage: TypeAlias = Collected | Died | Stacks

@@ -28,7 +28,6 @@ from pytest_megatron.gangs.ipc.messages import (
     Message,
     RankConfig,
     Ready,
-    Register,
     Run,
     Stacks,
     Start,
@@ -49,7 +48,7 @@ from pytest_megatron.gangs.spec import (
 from pytest_megatron.gangs.supervisor.connections import (
     Agents,
     Calls,
-    Followers,
+    OnRegister,
     Peer,
     RankCollectors,
 )
@@ -203,7 +202,6 @@ class Supervisor:
             on_debugger: Called with messages of a rank's debugger.
         """
         self._calls = Calls()
-        self._followers: Followers | None = None
         self._on_debugger = on_debugger
         self.agents = Agents()
         self.collectors = RankCollectors(self.agents)
@@ -212,17 +210,40 @@ class Supervisor:
         self._has_news = False
         self._stopped_s = 0.0
 
-    def listen(self, listener: Listener, followers: Followers) -> None:
-        """Accept connections of other nodes: of their sessions and agents."""
-        self._followers = followers
-        self._calls.listen(listener, self._on_register, self._on_wrong_key)
+    def listen(
+        self, listener: Listener, on_register: OnRegister, on_wrong_key: Callable[[], None]
+    ) -> None:
+        """Accept connections of other nodes; see `Calls.listen`."""
+        self._calls.listen(listener, on_register, on_wrong_key)
 
-    def connect(self, channel: Channel, node_rank: int = 0) -> None:
-        """Read from now on what the agent of a node sends, also before it is ready."""
+    def read(self, channel: Channel, handle: Callable[[], None]) -> None:
+        """Call `handle` whenever a channel is readable, until it is closed."""
+
+        def take() -> None:
+            self._has_news = True
+            handle()
+            if channel.is_closed:
+                self.drop(channel)
+
+        self._calls.read(channel, take)
+
+    def drop(self, channel: Channel) -> None:
+        """Close a connection."""
+        self._calls.drop(channel)
+
+    def connect(self, channel: Channel, node_rank: int = 0, frames: Sequence[Frame] = ()) -> None:
+        """Read from now on what the agent of a node sends, also before it is ready.
+
+        Args:
+            channel: To the agent.
+            node_rank: Index of its host.
+            frames: What it has sent.
+        """
         self._channels.append(channel)
         self._calls.read(
             channel, lambda: self._on_agent(channel, channel.drain_frames(), node_rank)
         )
+        self._on_agent(channel, frames, node_rank)
 
     def start(self, gang: Gang) -> None:
         """Open the store of a gang, then start its ranks."""
@@ -334,30 +355,6 @@ class Supervisor:
         self._gangs[gang.number] = gang
         for config in gang.configs:
             self._handle(gang, config.rank, Ready())
-
-    def _on_register(self, source: Channel, register: Register, frames: Sequence[Frame]) -> None:
-        """Take a new connection of another node."""
-        assert self._followers is not None
-        if register.role == "node":
-            self._calls.read(source, lambda: self._on_follower(source))
-            self._followers.accept(register.node_rank, source)
-        else:
-            self.connect(source, register.node_rank)
-            self._on_agent(source, frames, register.node_rank)
-
-    def _on_wrong_key(self) -> None:
-        """Count a connection with another key."""
-        assert self._followers is not None
-        self._followers.num_wrong_keys += 1
-        self._has_news = True
-
-    def _on_follower(self, source: Channel) -> None:
-        """Take messages of another node's session."""
-        assert self._followers is not None
-        self._followers.read(source)
-        self._has_news = True
-        if source.is_closed:
-            self._calls.drop(source)
 
     def _on_agent(self, source: Channel, frames: Sequence[Frame], node_rank: int) -> None:
         """Take what an agent has sent, and its loss."""

@@ -265,8 +265,10 @@ def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, SUITE)
     cluster.start(0, "-x")
     wait_until(lambda: "waits at" in cluster.output(0), "node 0 waits")
+    assert cluster.start(2, "--nnodes=3").wait(DEADLINE_S) == pytest.ExitCode.USAGE_ERROR
+    assert "ERROR: --node-rank: 2 is taken or too large" in cluster.output(2)
     cluster.start(1, "-x")
-    assert cluster.wait() == [1, 1]
+    assert cluster.wait() == [1, 4, 1]
     assert list(cluster.results(0).values())[-1][0] == "failure"
     assert "ended with code 1: stopping after 1 failures" in cluster.output(1)
 

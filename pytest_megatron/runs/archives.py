@@ -6,15 +6,15 @@ bytes than any run leaves are refused, with one error and before anything is jud
 
 from __future__ import annotations
 
+import functools
 import gzip
 import shutil
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePath, PurePosixPath
-from typing import IO, Protocol
+from typing import IO, NamedTuple
 
 from pytest_megatron.errors import TriageError
 
@@ -26,16 +26,7 @@ _COPY_BYTES = 1 << 20
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".gz")
 
 
-class _Readable(Protocol):
-    """A source of bytes."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return up to so many."""
-        ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Member:
+class _Member(NamedTuple):
     """One file of an archive, as listed in its table."""
 
     name: str
@@ -43,7 +34,7 @@ class _Member:
     num_packed: int | None
     is_file: bool
     is_directory: bool
-    source: zipfile.ZipInfo | tarfile.TarInfo
+    open: Callable[[], IO[bytes] | None]
 
 
 def is_archive(path: Path) -> bool:
@@ -66,16 +57,12 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as packed:
-                _unpack(
-                    path,
-                    target,
-                    [_zip_member(info) for info in packed.infolist()],
-                    packed,
-                    is_wanted,
-                )
+                members = _checked(path, _members_of_zip(packed))
+                _unpack(path, target, [m for m in members if is_wanted(PurePosixPath(m.name))])
         elif tarfile.is_tarfile(path):
             with tarfile.open(path) as tar:
-                _unpack(path, target, list(_tar_members(path, tar)), tar, is_wanted)
+                members = _checked(path, _members_of_tar(tar))
+                _unpack(path, target, [m for m in members if is_wanted(PurePosixPath(m.name))])
         elif path.name.lower().endswith(".gz"):
             with gzip.open(path) as stream:
                 most = max(_RATIO_FROM_BYTES, path.stat().st_size * MOST_RATIO)
@@ -84,98 +71,81 @@ def unpack(path: Path, target: Path, is_wanted: Callable[[PurePath], bool]) -> N
             raise TriageError(str(path), "is no zip and no tar, in spite of its name")
     except (OSError, EOFError, RuntimeError, zlib.error, tarfile.TarError, zipfile.BadZipFile) as e:
         raise TriageError(str(path), f"cannot be unpacked: {e}") from e
-    except NotImplementedError as error:  # a way of packing that Python does not know
-        raise TriageError(str(path), f"cannot be unpacked: {error}") from error
 
 
-def _zip_member(info: zipfile.ZipInfo) -> _Member:
-    """Return a member of a zip."""
-    kind = (info.external_attr >> 16) & 0o170000
-    is_directory = info.is_dir()
-    return _Member(
-        name=info.filename,
-        num_bytes=info.file_size,
-        num_packed=info.compress_size,
-        is_file=not is_directory and kind in (0, 0o100000),
-        is_directory=is_directory,
-        source=info,
-    )
+def _members_of_zip(packed: zipfile.ZipFile) -> Iterator[_Member]:
+    """Yield the members of a zip."""
+    for info in packed.infolist():
+        kind, is_directory = (info.external_attr >> 16) & 0o170000, info.is_dir()
+        yield _Member(
+            name=info.filename,
+            num_bytes=info.file_size,
+            num_packed=info.compress_size,
+            is_file=not is_directory and kind in (0, 0o100000),
+            is_directory=is_directory,
+            open=functools.partial(packed.open, info),
+        )
 
 
-def _tar_members(path: Path, tar: tarfile.TarFile) -> Iterator[_Member]:
-    """Yield the members of a tar, whose table is read on the way: a bomb ends it early."""
-    num_bytes = 0
-    for number, info in enumerate(tar):
-        num_bytes += info.size
-        if number >= MOST_FILES or num_bytes > MOST_BYTES:
-            _refuse_size(path, number, num_bytes)
+def _members_of_tar(tar: tarfile.TarFile) -> Iterator[_Member]:
+    """Yield the members of a tar, whose table is read on the way."""
+    for info in tar:
         yield _Member(
             name=info.name,
             num_bytes=info.size,
             num_packed=None,
             is_file=info.isreg(),
             is_directory=info.isdir(),
-            source=info,
+            open=functools.partial(tar.extractfile, info),
         )
 
 
-def _unpack(
-    path: Path,
-    target: Path,
-    members: list[_Member],
-    packed: zipfile.ZipFile | tarfile.TarFile,
-    is_wanted: Callable[[PurePath], bool],
-) -> None:
-    """Unpack the wanted files, within the limits."""
-    _refuse(path, members)
-    wanted = [m for m in members if m.is_file and is_wanted(PurePosixPath(m.name))]
-    _refuse_bomb(path, wanted, target)
-    left = MOST_BYTES
-    for member in wanted:
-        place = target.joinpath(*PurePosixPath(member.name).parts)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with _open(packed, member) as stream:
-            left -= _copy(stream, place, path, min(left, member.num_bytes))
-
-
-def _open(packed: zipfile.ZipFile | tarfile.TarFile, member: _Member) -> IO[bytes]:
-    """Open a file of an archive."""
-    if isinstance(packed, zipfile.ZipFile):
-        assert isinstance(member.source, zipfile.ZipInfo)
-        return packed.open(member.source)
-    assert isinstance(member.source, tarfile.TarInfo)
-    stream = packed.extractfile(member.source)
-    assert stream is not None
-    return stream
-
-
-def _refuse(path: Path, members: list[_Member]) -> None:
-    """Make sure that an archive holds plain files of a likely size, within itself.
+def _checked(path: Path, members: Iterable[_Member]) -> list[_Member]:
+    """Return the files of an archive that holds plain files of a likely size, within itself.
 
     Raises:
-        TriageError: It does not.
+        TriageError: It does not; of one that holds too much no more is read than tells so.
     """
+    files: list[_Member] = []
     seen: set[PurePosixPath] = set()
-    for member in members:
+    num_bytes = 0
+    for number, member in enumerate(members):
+        num_bytes += member.num_bytes
+        if number >= MOST_FILES or num_bytes > MOST_BYTES:
+            raise TriageError(
+                str(path),
+                f"holds {number} files of {num_bytes} bytes or more, expected at most {MOST_FILES} "
+                f"of {MOST_BYTES}; unpack what is needed by hand and give the directory",
+            )
         name = PurePosixPath(member.name)
+        where, problem = f"{path}!{member.name}", None
         if name.is_absolute() or ".." in name.parts or "\\" in member.name or "\0" in member.name:
-            raise TriageError(
-                f"{path}!{member.name}", "leads out of the archive, expected a name within it"
-            )
-        if not member.name.isprintable():
-            raise TriageError(
-                f"{path}!{member.name!r}", "is a name with control characters, expected plain text"
-            )
-        if member.is_file and name in seen:
-            raise TriageError(f"{path}!{member.name}", "is there twice, expected every name once")
+            problem = "leads out of the archive, expected a name within it"
+        elif not member.name.isprintable():
+            where = f"{path}!{member.name!r}"
+            problem = "is a name with control characters, expected plain text"
+        elif member.is_file and name in seen:
+            problem = "is there twice, expected every name once"
+        elif not member.is_file and not member.is_directory:
+            problem = "is a link or a device, expected plain files only"
+        if problem is not None:
+            raise TriageError(where, problem)
         seen.add(name)
-        if not member.is_file and not member.is_directory:
-            raise TriageError(
-                f"{path}!{member.name}", "is a link or a device, expected plain files only"
-            )
-    num_bytes = sum(member.num_bytes for member in members)
-    if len(members) > MOST_FILES or num_bytes > MOST_BYTES:
-        _refuse_size(path, len(members), num_bytes)
+        files += [member] * member.is_file
+    return files
+
+
+def _unpack(path: Path, target: Path, members: Sequence[_Member]) -> None:
+    """Unpack files of an archive, within the limits."""
+    _refuse_bomb(path, members, target)
+    left = MOST_BYTES
+    for member in members:
+        place = target.joinpath(*PurePosixPath(member.name).parts)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        stream = member.open()
+        assert stream is not None  # it is a file
+        with stream:
+            left -= _copy(stream, place, path, min(left, member.num_bytes))
 
 
 def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
@@ -199,16 +169,7 @@ def _refuse_bomb(path: Path, wanted: Sequence[_Member], target: Path) -> None:
         )
 
 
-def _refuse_size(path: Path, num_files: int, num_bytes: int) -> None:
-    """Refuse an archive that holds too much."""
-    raise TriageError(
-        str(path),
-        f"holds {num_files} files of {num_bytes} bytes or more, expected at most {MOST_FILES} of "
-        f"{MOST_BYTES}; unpack what is needed by hand and give the directory",
-    )
-
-
-def _copy(stream: _Readable, place: Path, path: Path, most: int) -> int:
+def _copy(stream: IO[bytes] | gzip.GzipFile, place: Path, path: Path, most: int) -> int:
     """Write a member; return its size.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +33,7 @@ from pytest_megatron.triage.logs.fatal import (
 )
 from pytest_megatron.triage.logs.flight_recorder import FlightDump, read_flight
 from pytest_megatron.triage.logs.lines import (
+    Line,
     is_noise,
     last_iteration,
     parse_iteration,
@@ -41,7 +42,13 @@ from pytest_megatron.triage.logs.lines import (
     says_success,
     says_trouble,
 )
-from pytest_megatron.triage.logs.scan import RawLine, Scanner, lines_at, read_from
+from pytest_megatron.triage.logs.scan import (
+    RawLine,
+    Scanner,
+    lines_at,
+    read_from,
+    read_lines,
+)
 from pytest_megatron.triage.logs.traceback import (
     HEADER,
     frame_of,
@@ -248,8 +255,8 @@ def _is_of_program(fatal: Fatal | None) -> bool:
 
 def _successes(logs: Sequence[LogFile]) -> dict[LogFile, LogLine]:
     """Return the last line of each log that shows a good end."""
-    lines = (line for log in logs for line in _tail_lines(log))
-    return {line.log: line for line in lines if says_success(line.text)}
+    found = ((log, line) for log in logs for line in _tail(log) if says_success(line.text))
+    return {log: _place(log, line) for log, line in found}
 
 
 def _good_ends(
@@ -268,7 +275,7 @@ def _good_ends(
                 (is_bad and place.offset > end.offset) or (is_of_tests and row.id == "tests_failed")
             ):
                 return False
-        lines = list(_tail_lines(end.log))
+        lines = _tail(end.log)
         far = last_iteration(line.text for line in lines if line.offset <= end.offset)
         behind = [line.text for line in lines if line.offset > end.offset]
         steps = [step for step in map(parse_progress, behind) if step not in (None, far)]
@@ -291,7 +298,7 @@ def _good_end_of_all(
     """
     end = next(iter(good.values()), None)
     for log in logs if end is not None else ():
-        found = (parse_iteration(line.text) for line in _tail_lines(log))
+        found = (parse_iteration(line.text) for line in _tail(log))
         steps = [step for step in found if step is not None]
         if log in successes or not steps:
             continue
@@ -328,8 +335,7 @@ def _forget_what_was_overcome(
         later = [e for e in outcomes if e.place.log == place.log and e.place.offset > place.offset]
         if has_trained or any(e.signature.id == "tests_failed" for e in later):
             return True
-        tail, start = _tail(place.log)
-        end = min((e.place.offset for e in later), default=start + len(tail))
+        end = min((e.place.offset for e in later), default=place.log.path.stat().st_size)
         return end - place.offset > _MOST_OVERCOME_BYTES
 
     logs.events = [event for event in logs.events if not is_overcome(event)]
@@ -349,29 +355,23 @@ def _was_survived(event: Event) -> bool:
         return False
     process = _NCCL.match(place.text)
     later: set[tuple[int, int]] = set()
-    for text in _texts_behind(place):
+    last = (line for line in _tail(place.log) if line.offset >= place.offset)
+    for line in (*read_lines(place.log.path, place.offset, _TAIL_BYTES), *last):
         if (
             process is not None
-            and "Init COMPLETE" in text
-            and parse_line(text).text.startswith(process[0])
+            and "Init COMPLETE" in line.text
+            and line.text.startswith(process[0])
         ):
             return True
-        if (step := parse_iteration(text)) is not None:
+        if (step := parse_iteration(line.text)) is not None:
             later.add(step)
         if len(later) > 1:
             return True
     if not later:
         return False
     first = max(0, place.offset - _TAIL_BYTES)
-    before = _texts(read_from(place.log.path, first, place.offset - first))
-    return not any(map(parse_iteration, before))
-
-
-def _texts_behind(place: LogLine) -> Iterator[str]:
-    """Yield lines from a place on: the next ones, and then those at the end of its log."""
-    yield from _texts(read_from(place.log.path, place.offset, _TAIL_BYTES))
-    tail, start = _tail(place.log)
-    yield from _texts(tail[max(0, place.offset - start) :])
+    before = read_lines(place.log.path, first, place.offset - first)
+    return not any(parse_iteration(line.text) for line in before)
 
 
 def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
@@ -438,8 +438,7 @@ def _is_of_exception(place: LogLine, rank: int | None, signature: Signature) -> 
     A message has no end that is to be seen: what stops everything is not taken for a part of one.
     """
     start = max(0, place.offset - _BEFORE_BYTES)
-    data = read_from(place.log.path, start, place.offset - start)
-    above = [parse_line(text) for text in _texts(data)[:-1]]
+    above = read_lines(place.log.path, start, place.offset - start)[:-1]
     lines = [line.text for line in above if place.log.rank is not None or line.rank == rank]
     lines = lines if signature.is_transient else lines[-1:]
     return is_of_exception(place.text, lines, is_own_mistake)
@@ -580,10 +579,9 @@ def _stack_frame(where: tuple[LogFile, int]) -> str | None:
     None for workers of a data loader, and where two processes wrote into one line.
     """
     log, offset = where
-    lines = [parse_line(t).text for t in _texts(read_from(log.path, offset, _STACK_BYTES))]
     frames: list[tuple[str, bool]] = []
-    for text in lines[1:]:
-        frame = frame_of(text)
+    for line in read_lines(log.path, offset, _STACK_BYTES)[1:]:
+        frame = frame_of(line.text)
         if frame is None:
             break
         frames.append(frame)
@@ -596,35 +594,25 @@ def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
     """Return the last lines that are no noise, of stderr if it has any."""
     order = (Stream.STDERR, Stream.LAUNCHER, Stream.BOTH, Stream.STDOUT)
     for log in sorted(logs, key=lambda log: order.index(log.stream)):
-        lines = [n for n in _tail_lines(log) if n.text.strip() and not is_noise(n.text)]
+        lines = [line for line in _tail(log) if line.text.strip() and not is_noise(line.text)]
         if lines:
-            return tuple(lines[-_LAST_WORDS:])
+            return tuple(_place(log, line) for line in lines[-_LAST_WORDS:])
     return ()
 
 
 def _furthest(unit: Unit) -> tuple[int, int] | None:
     """Return the furthest iteration at any log's end."""
-    return last_iteration(text for log in unit.logs for text in _texts(_tail(log)[0]))
+    return last_iteration(line.text for log in unit.logs for line in _tail(log))
 
 
-def _tail_lines(log: LogFile) -> Iterator[LogLine]:
-    """Yield the last lines of a log."""
-    data, offset = _tail(log)
-    for raw in data.split(b"\n"):
-        text = parse_line(raw.decode(errors="replace")).text
-        yield LogLine(log=log, offset=offset, text=text)
-        offset += len(raw) + 1
-
-
-def _tail(log: LogFile) -> tuple[bytes, int]:
-    """Return the last bytes of a log and their offset; nothing where it cannot be read."""
+def _tail(log: LogFile) -> list[Line]:
+    """Return the last lines of a log; none where it cannot be read."""
     try:
-        size = log.path.stat().st_size
-        start = max(0, size - _TAIL_BYTES)
-        return read_from(log.path, start, _TAIL_BYTES), start
+        start = max(0, log.path.stat().st_size - _TAIL_BYTES)
+        return read_lines(log.path, start, _TAIL_BYTES)
     except OSError:
-        return b"", 0
+        return []
 
 
-def _texts(data: bytes) -> list[str]:
-    return data.decode(errors="replace").split("\n")
+def _place(log: LogFile, line: Line) -> LogLine:
+    return LogLine(log=log, offset=line.offset, text=line.text)

@@ -18,7 +18,7 @@ from pytest_megatron.errors import TriageError
 from pytest_megatron.triage.logs.exits import LITERALS as EXITS
 from pytest_megatron.triage.logs.exits import ProcessExit
 from pytest_megatron.triage.logs.lines import Line, parse_line
-from pytest_megatron.triage.logs.scan import read_from
+from pytest_megatron.triage.logs.scan import read_from, read_lines
 from pytest_megatron.triage.logs.traceback import (
     HEADER,
     Bare,
@@ -110,8 +110,8 @@ def _root_of(
     for log, at in traces[-_MOST_TRACES:]:
         if log == fatal.place.log and at > fatal.place.offset:
             break
-        lines, offsets, _ = _lines_around(log, at, rank)
-        start = _header_at(lines, offsets, at)
+        lines, _ = _lines_around(log, at, rank)
+        start = _header_at(lines, at)
         if start is None or is_continued(lines, start):
             continue
         was_handled = start > 0 and _HANDLED.search(lines[start - 1].text) is not None
@@ -120,13 +120,13 @@ def _root_of(
             continue
         raised, signature = classify_chain(chain, table)
         if is_own_mistake(raised.message, raised.frames) or is_genuine(signature):
-            return _fatal_of(raised, signature, log, offsets)
+            return _fatal_of(raised, signature, log, lines)
     return fatal
 
 
 def find_bare(
     log: LogFile,
-    tail: tuple[bytes, int],
+    tail: Sequence[Line],
     table: Table,
     rank: int | None,
     *,
@@ -136,17 +136,14 @@ def find_bare(
 
     Args:
         log: Where it is.
-        tail: The end of the log, and its offset.
+        tail: The end of the log.
         table: Says what an exception means.
         rank: Rank whose lines are read; None reads all.
         most_after: Lines that may follow it; None takes many, unless it is to be run again.
     """
-    data, start = tail
-    raws = data.split(b"\n")
-    parsed = [parse_line(raw.decode(errors="replace")) for raw in raws]
-    own = [i for i, line in enumerate(parsed) if rank is None or line.rank in (rank, None)]
+    own = [line for line in tail if rank is None or line.rank in (rank, None)]
     found: list[tuple[Bare, Signature]] = []
-    for bare in bare_errors([parsed[i] for i in own]):
+    for bare in bare_errors(own):
         signature = classify_message(table, bare.message)
         headline = bare.message.partition("\n")[0]
         is_found = signature.literals or match_line(table, headline)
@@ -166,19 +163,15 @@ def find_bare(
         mistakes = [(bare, row) for bare, row in causes if is_own_mistake(bare.message)]
         named = genuine or mistakes or named
     for bare, signature in (named or causes or found)[:1]:
-        index = own[bare.index]
-        offset = start + sum(len(raw) + 1 for raw in raws[:index])
-        place = LogLine(log=log, offset=offset, text=bare.message.partition("\n")[0])
-        verb = "raised" if bare.is_exception else "wrote"
-        whose = parsed[index].rank if log.rank is None else None
-        above = [parsed[i].text for i in own[max(0, bare.index - _SYNTAX_LINES) : bare.index]]
+        line, above = own[bare.index], own[max(0, bare.index - _SYNTAX_LINES) : bare.index]
+        headline = bare.message.partition("\n")[0]
         return Fatal(
             signature=signature,
             message=bare.message,
-            frame=_place_of_syntax(above),
-            verb=verb,
-            place=place,
-            rank=whose,
+            frame=_place_of_syntax([line.text for line in above]),
+            verb="raised" if bare.is_exception else "wrote",
+            place=LogLine(log=log, offset=line.offset, text=headline),
+            rank=line.rank if log.rank is None else None,
         )
     return None
 
@@ -275,8 +268,8 @@ def _read_fatal(
     process_exit: ProcessExit | None,
 ) -> Fatal | None:
     """Read one traceback; None if the rank lived on."""
-    lines, offsets, is_all = _lines_around(log, at, rank)
-    start = _header_at(lines, offsets, at)
+    lines, is_all = _lines_around(log, at, rank)
+    start = _header_at(lines, at)
     # Neither the launcher's copy of an error file, nor one that was read with its beginning.
     if start is None or "traceback : " in lines[start].text or is_continued(lines, start):
         return None
@@ -295,11 +288,11 @@ def _read_fatal(
     is_last = is_uncaught or (is_at_end(lines, said) and ended)
     if not is_all or not is_last:
         return None
-    return _fatal_of(*classify_chain(chain, table), log, offsets)
+    return _fatal_of(*classify_chain(chain, table), log, lines)
 
 
 def _fatal_of(
-    raised: RaisedException, signature: Signature, log: LogFile, offsets: Sequence[int]
+    raised: RaisedException, signature: Signature, log: LogFile, lines: Sequence[Line]
 ) -> Fatal:
     """Return the end of a rank by an exception."""
     return Fatal(
@@ -308,7 +301,7 @@ def _fatal_of(
         frame=raised.own_frame,
         frames=raised.frames,
         time_s=raised.time_s,
-        place=LogLine(log=log, offset=offsets[raised.said], text=raised.headline),
+        place=LogLine(log=log, offset=lines[raised.said].offset, text=raised.headline),
     )
 
 
@@ -321,32 +314,24 @@ def _chosen(found: Sequence[Fatal]) -> Fatal:
     return causes[0] if causes else found[0]
 
 
-def _lines_around(log: LogFile, at: int, rank: int | None) -> tuple[list[Line], list[int], bool]:
-    """Return the lines of one rank around an offset, where each begins, and if the log ends there.
+def _lines_around(log: LogFile, at: int, rank: int | None) -> tuple[list[Line], bool]:
+    """Return the lines of one rank around an offset, and whether the log ends in them.
 
     Of a log of one rank's own all lines are its.
     """
     start = max(0, at - _BEFORE_BYTES)
-    data = read_from(log.path, start, _TRACE_BYTES)
-    is_all = start + len(data) >= log.path.stat().st_size
-    lines: list[Line] = []
-    offsets: list[int] = []
-    offset = start
-    for raw in data.split(b"\n"):
-        line = parse_line(raw.decode(errors="replace"))
-        if log.rank is not None or line.rank == rank:
-            lines.append(line)
-            offsets.append(offset)
-        offset += len(raw) + 1
-    return lines, offsets, is_all or log.rank is None
+    is_all = start + _TRACE_BYTES >= log.path.stat().st_size
+    lines = read_lines(log.path, start, _TRACE_BYTES)
+    own = [line for line in lines if log.rank is not None or line.rank == rank]
+    return own, is_all or log.rank is None
 
 
-def _header_at(lines: Sequence[Line], offsets: Sequence[int], at: int) -> int | None:
+def _header_at(lines: Sequence[Line], at: int) -> int | None:
     """Return the index of the header whose line holds a byte, None if it is another rank's.
 
     Before it on that line there may be anything, such as a hole in the file.
     """
-    holding = bisect.bisect_right(offsets, at) - 1
+    holding = bisect.bisect_right(lines, at, key=lambda line: line.offset) - 1
     for index in (holding, holding + 1):
         if 0 <= index < len(lines) and HEADER in lines[index].text:
             return index

@@ -81,18 +81,21 @@ class Line:
     Attributes:
         rank: Whose line it is, None where it names none.
         time_s: When it was written: seconds by a clock that is the same within one log, or None.
+        offset: Of its first byte in the log.
     """
 
     text: str
     rank: int | None
     time_s: float | None
+    offset: int = 0
 
 
-def parse_line(raw: str) -> Line:
+def parse_line(raw: str, offset: int = 0) -> Line:
     """Split a line of a log into what its writer put before it, and its text.
 
     Args:
         raw: As it is in the file, without its newline.
+        offset: Where it begins in the file.
     """
     text = without_colours(raw).rstrip("\r\n")
     rank: int | None = None
@@ -110,7 +113,8 @@ def parse_line(raw: str) -> Line:
                 rank = int(found[name])
     if rank is None and (spoken := _SPOKEN.match(text)) is not None:
         rank = int(spoken[1] or spoken[2])
-    return Line(text=text, rank=rank, time_s=parse_time(text) if time_s is None else time_s)
+    time_s = parse_time(text) if time_s is None else time_s
+    return Line(text=text, rank=rank, time_s=time_s, offset=offset)
 
 
 def parse_time(text: str) -> float | None:

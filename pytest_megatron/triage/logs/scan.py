@@ -14,6 +14,8 @@ from pathlib import Path
 
 import ahocorasick_rs
 
+from pytest_megatron.triage.logs.lines import Line, parse_line
+
 _PIECE_BYTES = 4 << 20
 _MOST_AT_ONCE = 62  # up to 64 are searched with vector instructions: three times faster
 _KEPT = 300  # first and last hits of a text in a file; a flood of one message is told by few lines
@@ -138,3 +140,12 @@ def read_from(path: Path, offset: int, num_bytes: int) -> bytes:
     """Return up to so many bytes from an offset on."""
     with path.open("rb", buffering=0) as file:
         return os.pread(file.fileno(), num_bytes, max(0, offset))
+
+
+def read_lines(path: Path, offset: int, num_bytes: int) -> list[Line]:
+    """Return the lines in so many bytes from an offset on; the last may be cut off."""
+    lines: list[Line] = []
+    for raw in read_from(path, offset, num_bytes).split(b"\n"):
+        lines.append(parse_line(raw.decode(errors="replace"), offset))
+        offset += len(raw) + 1
+    return lines

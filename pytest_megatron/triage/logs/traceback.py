@@ -74,7 +74,6 @@ class RaisedException:
         own_frame: The deepest outside of libraries, or None.
         time_s: Time of the last line with a time before it, or None.
         link: To the exception before it in the same log.
-        start: Index of its header in the lines.
         said: Index of the line with its type.
         end: Index behind its last line.
     """
@@ -84,7 +83,6 @@ class RaisedException:
     own_frame: str | None
     time_s: float | None
     link: ExceptionLink
-    start: int
     said: int
     end: int
 
@@ -300,7 +298,6 @@ def _read_one(lines: Sequence[Line], start: int, link: ExceptionLink) -> RaisedE
         own_frame=own or (frames[-1] if frames else None),
         time_s=_time_before(lines, end),
         link=link,
-        start=start,
         said=said,
         end=end,
     )

@@ -34,65 +34,52 @@ _NODE = re.compile(r"node(\d+)").fullmatch
 _NAME_LENGTH = 150  # of a directory; file systems take 255 bytes
 
 
+class _Below:
+    """A path in a directory, by its name."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, dirs: PhaseDirs | AttemptDirs | ItemDirs, owner: object) -> Path:
+        return dirs.root / self._name
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseDirs:
-    """The directories of one phase, which is one start of the training program."""
+    """The directories of one phase, which is one start of the training program.
+
+    Attributes:
+        logs: `<rank>/stdout.log` and `<rank>/stderr.log` of every rank.
+        launcher_log: Output of the launcher, the lines of chosen ranks among it.
+        tensorboard: Event files that the training writes.
+        flight: Dumps of the flight recorder of each rank after a collective did not finish.
+        trace: Trace of the tensors of each rank, of a phase that is traced.
+        metrics_lines: Metrics as JSON lines, which a training may write instead.
+        collected: What was read so far from the place that the row's `metrics` names, or the
+            problem.
+        generated: Requests of an inference program, `${INFERENCE_OUTPUT_PATH}`.
+        metrics: The metrics that were read, in the form of a golden.
+    """
 
     root: Path
-
-    @property
-    def logs(self) -> Path:
-        """`<rank>/stdout.log` and `<rank>/stderr.log` of every rank."""
-        return self.root / "logs"
-
-    @property
-    def launcher_log(self) -> Path:
-        """Output of the launcher, the lines of chosen ranks among it."""
-        return self.root / "launcher.log"
+    logs = _Below("logs")
+    launcher_log = _Below("launcher.log")
+    tensorboard = _Below("tensorboard")
+    flight = _Below("flight")
+    trace = _Below(TRACE_DIR)
+    metrics_lines = _Below("metrics.jsonl")
+    collected = _Below("collected.json")
+    generated = _Below("generated.json")
+    metrics = _Below("metrics.json")
 
     def first_rank_below(self, path: Path, ranks_per_node: int) -> int:
         """Return the first rank of the node that a log or a directory in `logs` belongs to."""
         found = _NODE(path.relative_to(self.logs).parts[0])
         return 0 if found is None else int(found[1]) * ranks_per_node
 
-    @property
-    def tensorboard(self) -> Path:
-        """Event files that the training writes."""
-        return self.root / "tensorboard"
-
-    @property
-    def flight(self) -> Path:
-        """Dumps of the flight recorder of each rank after a collective did not finish."""
-        return self.root / "flight"
-
     def flight_dumps(self) -> list[Path]:
         """Return the dumps that are there."""
         return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
-
-    @property
-    def trace(self) -> Path:
-        """Trace of the tensors of each rank, of a phase that is traced."""
-        return self.root / TRACE_DIR
-
-    @property
-    def metrics_lines(self) -> Path:
-        """Metrics as JSON lines, which a training may write instead."""
-        return self.root / "metrics.jsonl"
-
-    @property
-    def collected(self) -> Path:
-        """What was read so far from the place that the row's `metrics` names, or the problem."""
-        return self.root / "collected.json"
-
-    @property
-    def generated(self) -> Path:
-        """Requests of an inference program, `${INFERENCE_OUTPUT_PATH}`."""
-        return self.root / "generated.json"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics that were read, in the form of a golden."""
-        return self.root / "metrics.json"
 
     def script(self, name: str) -> Path:
         """A script of the case, `before` or `after` the training; `.log` is its output."""
@@ -101,99 +88,60 @@ class PhaseDirs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptDirs:
-    """The directories of one attempt: one execution of a workload."""
+    """The directories of one attempt: one execution of a workload.
+
+    Attributes:
+        plan: Plan of the attempt: every command, word for word.
+        health: State of the GPUs before and after.
+        checkpoints: Checkpoints that the training saves; later phases of the attempt load them.
+        data_cache: Cache of datasets, unless the recipe names another place.
+        no_checkpoint: A directory that stays empty, for a run that has nothing to load.
+        frozen_checkpoint: Shows one iteration of a frozen checkpoint, which is never written.
+        metrics: The metrics of all windows of a release in one.
+        home: HOME of a recipe's script.
+        assets: `{assets_dir}` of a recipe's script.
+        artifacts: `{artifacts_dir}` of a recipe's script.
+    """
 
     root: Path
+    plan = _Below(PLAN_FILE)
+    health = _Below(HEALTH_FILE)
+    checkpoints = _Below("checkpoints")
+    data_cache = _Below("data_cache")
+    no_checkpoint = _Below("no_checkpoint")
+    frozen_checkpoint = _Below("frozen_checkpoint")
+    metrics = _Below("metrics.json")
+    home = _Below("home")
+    assets = _Below("assets")
+    artifacts = _Below("artifacts")
 
     def phase(self, number: int) -> PhaseDirs:
         """Return the directories of a phase, counted from 1."""
         return PhaseDirs(root=self.root / f"phase_{number}")
 
-    @property
-    def plan(self) -> Path:
-        """Plan of the attempt: every command, word for word."""
-        return self.root / PLAN_FILE
-
-    @property
-    def health(self) -> Path:
-        """State of the GPUs before and after."""
-        return self.root / HEALTH_FILE
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints that the training saves; later phases of the attempt load them."""
-        return self.root / "checkpoints"
-
-    @property
-    def data_cache(self) -> Path:
-        """Cache of datasets, unless the recipe names another place."""
-        return self.root / "data_cache"
-
-    @property
-    def no_checkpoint(self) -> Path:
-        """A directory that stays empty, for a run that has nothing to load."""
-        return self.root / "no_checkpoint"
-
-    @property
-    def frozen_checkpoint(self) -> Path:
-        """Shows one iteration of a frozen checkpoint, which itself is never written."""
-        return self.root / "frozen_checkpoint"
-
-    @property
-    def metrics(self) -> Path:
-        """The metrics of all windows of a release in one."""
-        return self.root / "metrics.json"
-
-    @property
-    def home(self) -> Path:
-        """HOME of a recipe's script."""
-        return self.root / "home"
-
-    @property
-    def assets(self) -> Path:
-        """`{assets_dir}` of a recipe's script."""
-        return self.root / "assets"
-
-    @property
-    def artifacts(self) -> Path:
-        """`{artifacts_dir}` of a recipe's script."""
-        return self.root / "artifacts"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ItemDirs:
-    """The directory of one workload in one run."""
+    """The directory of one workload in one run.
+
+    Attributes:
+        comparison: The comparison of every repeat with the golden.
+        by_hand: What a run of the row's command by hand measured, where `record` ran it first.
+        golden: A copy of the golden as it was when the workload started.
+        triage: Diagnoses of the attempts that failed; not there if none did.
+        curves: The page that shows all curves.
+    """
 
     root: Path
+    comparison = _Below(COMPARISON_FILE)
+    by_hand = _Below("by_hand.json")
+    golden = _Below("golden.json")
+    triage = _Below(TRIAGE_FILE)
+    curves = _Below("curves.html")
 
     def attempt(self, *, repeat: int, attempt: int) -> AttemptDirs:
         """Return the directories of an attempt; both numbers count from 1."""
         return AttemptDirs(root=self.root / f"repeat_{repeat}" / f"attempt_{attempt}")
-
-    @property
-    def comparison(self) -> Path:
-        """The comparison of every repeat with the golden."""
-        return self.root / COMPARISON_FILE
-
-    @property
-    def by_hand(self) -> Path:
-        """What a run of the row's command by hand measured, where `record` ran it first."""
-        return self.root / "by_hand.json"
-
-    @property
-    def golden(self) -> Path:
-        """A copy of the golden as it was when the workload started."""
-        return self.root / "golden.json"
-
-    @property
-    def triage(self) -> Path:
-        """Diagnoses of the attempts that failed; not there if none did."""
-        return self.root / TRIAGE_FILE
-
-    @property
-    def curves(self) -> Path:
-        """The page that shows all curves."""
-        return self.root / "curves.html"
 
 
 def item_dirs(run_dir: Path, node_id: str) -> ItemDirs:

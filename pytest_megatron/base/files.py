@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, TypeAlias, cast
 
@@ -233,15 +233,15 @@ def _restore(path: Path, content: bytes | None) -> None:
         write_bytes_atomically(path, content)
 
 
-def _stage(path: Path, content: bytes) -> Path:
-    """Write `content` beside `path` and onto the disk; return the file that waits to be renamed."""
+def _stage(path: Path, content: bytes | Iterable[bytes]) -> Path:
+    """Write content beside `path` and onto the disk; return the file that waits to be renamed."""
     descriptor, temporary = tempfile.mkstemp(
         dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
     )
     try:
         with os.fdopen(descriptor, "wb") as file:
             os.fchmod(file.fileno(), 0o666 & ~_umask())
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -258,22 +258,10 @@ def rewrite_lines_atomically(path: Path, change: Callable[[str], str]) -> None:
     Raises:
         OSError: It cannot be written, see `write_text_atomically`.
     """
-    descriptor, temporary = tempfile.mkstemp(
-        dir=path.parent, prefix=f".{path.name}.", suffix=".tmp"
-    )
-    try:
-        with (
-            path.open(encoding="utf-8", errors="surrogateescape", newline="") as old,
-            os.fdopen(
-                descriptor, "w", encoding="utf-8", errors="surrogateescape", newline=""
-            ) as new,
-        ):
-            shutil.copymode(path, temporary)
-            new.writelines(map(change, old))
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with path.open(encoding="utf-8", errors="surrogateescape", newline="") as old:
+        staged = _stage(path, (change(line).encode("utf-8", "surrogateescape") for line in old))
+        shutil.copymode(path, staged)
+    staged.replace(path)
 
 
 def write_json_atomically(path: Path, value: JsonValue) -> None:

@@ -26,8 +26,6 @@ from pytest_megatron.workloads.golden.formats.rows import (
     PrintedReader,
     RowReader,
     find_disagreement,
-    read_printed,
-    read_rows,
     rows_of,
 )
 from pytest_megatron.workloads.golden.formats.tensorboard import find_event_files, read_event_files
@@ -273,10 +271,11 @@ class _GrowingFile:
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
     """Return the metrics that ranks printed, or the program where no rank of ours did."""
     logs = _logs_of_ranks(dirs)
-    parts = {where: read_printed(own, pattern) for where, own in logs.items() if where != _LAUNCHER}
+    last = logs.pop(_LAUNCHER)
+    parts = {where: PrintedReader(pattern).read(own) for where, own in logs.items()}
     if found := {where: part for where, part in parts.items() if len(part)}:
         return joined(found)
-    return read_printed(logs[_LAUNCHER], pattern)
+    return PrintedReader(pattern).read(last)
 
 
 def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:
@@ -294,7 +293,10 @@ def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Cur
     if form is MetricFormat.TENSORBOARD:
         return read_event_files(changed)[0]
     return joined(
-        {str(path): read_rows(rows_of(path, form, start), step) for path, start in changed.items()}
+        {
+            str(path): RowReader(step).read(rows_of(path, form, start))
+            for path, start in changed.items()
+        }
     )
 
 

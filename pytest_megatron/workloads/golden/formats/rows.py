@@ -81,11 +81,6 @@ class RowReader:
                 found.setdefault(None, Curves()).count(name, value, where)
 
 
-def read_rows(rows: Iterable[Row], step: str | None) -> Curves:
-    """Return the metrics of rows, see `RowReader`."""
-    return RowReader(step).read(rows)
-
-
 @dataclass(slots=True)
 class FilePlace:
     """Where the reading of a file that grows goes on.
@@ -341,16 +336,6 @@ class PrintedReader:
                     else:
                         self.curves.add(name, step, value, f"{log}:{line.number}")
         return self.curves
-
-
-def read_printed(logs: Sequence[Path], pattern: LinePattern) -> Curves:
-    """Return the metrics that one rank printed.
-
-    Args:
-        logs: Logs of the program; one that is not there is left out.
-        pattern: How its lines are read.
-    """
-    return PrintedReader(pattern).read(logs)
 
 
 def find_disagreement(one: MetricMap, other: MetricMap) -> tuple[str, int, float, float] | None:

@@ -11,9 +11,9 @@ from pytest_megatron.errors import MetricsError
 from pytest_megatron.workloads.golden import formats
 from pytest_megatron.workloads.golden.formats.curves import Curves
 from pytest_megatron.workloads.golden.formats.rows import (
+    PrintedReader,
+    RowReader,
     find_disagreement,
-    read_printed,
-    read_rows,
     rows_of,
 )
 from pytest_megatron.workloads.golden.model import refuse_disagreements, series_of
@@ -23,7 +23,7 @@ SAMPLES = Path(__file__).with_name("samples")
 
 
 def read(path: Path, form: MetricFormat, step: str | None = None) -> dict[str, dict[int, object]]:
-    metrics = read_rows(rows_of(path, form), step).metrics
+    metrics = RowReader(step).read(rows_of(path, form)).metrics
     return {name: dict(series.items()) for name, series in metrics.items()}
 
 
@@ -73,7 +73,7 @@ def test_a_torn_wandb_file_ends_at_its_last_record_and_a_damaged_one_is_refused(
 
 @pytest.mark.parametrize("release", ["4.49", "5.24"])
 def test_printed_dicts_of_the_trainer_are_counted_name_by_name(release: str) -> None:
-    found = read_printed([SAMPLES / f"hf_trainer-{release}.log"], READY["hf_trainer"]).metrics
+    found = PrintedReader(READY["hf_trainer"]).read([SAMPLES / f"hf_trainer-{release}.log"]).metrics
     assert found["loss"].steps == (1, 2, 3, 4, 5)
     assert found["loss"].values[0] == pytest.approx(3.912, abs=1e-3)
     assert found["eval_loss"].steps == (1, 2)
@@ -221,7 +221,7 @@ def test_a_cell_of_a_table_belongs_to_the_header_above_it(
     tmp_path: Path, text: str, start: int, loss: dict[int, float]
 ) -> None:
     path = written(tmp_path / "log.csv", text)
-    found = read_rows(rows_of(path, MetricFormat.CSV, start), None)
+    found = RowReader(None).read(rows_of(path, MetricFormat.CSV, start))
     assert dict(found.metrics["loss"].items()) == loss
 
 
@@ -244,18 +244,18 @@ def test_the_last_line_counts_only_if_it_has_its_end(tmp_path: Path) -> None:
         "loss": {1: 2.5}
     }
     log = written(tmp_path / "log", "iter 1: loss 2.5\niter 2: loss 2.")
-    assert dict(read_printed([log], READY["nanogpt"]).metrics["loss"].items()) == {1: 2.5}
+    assert dict(PrintedReader(READY["nanogpt"]).read([log]).metrics["loss"].items()) == {1: 2.5}
 
 
 def test_what_a_progress_bar_shows_on_its_way_does_not_count(tmp_path: Path) -> None:
     log = written(tmp_path / "log", " 10%|# | loss 9.0\r 20%|## | loss 8.0\r{'loss': 2.5}\n")
     bar = LinePattern(values=r"loss\S* (?P<loss>[\d.]+)")
-    assert dict(read_printed([log], bar).metrics["loss"].items()) == {1: 2.5}
+    assert dict(PrintedReader(bar).read([log]).metrics["loss"].items()) == {1: 2.5}
 
 
 def test_a_metric_that_begins_anew_is_refused_only_if_it_is_compared(tmp_path: Path) -> None:
     text = "".join(f"iter {step}: loss {loss}\n" for step, loss in ((0, 3.0), (1, 2.0), (0, 4.0)))
-    curves = read_printed([written(tmp_path / "log", text)], READY["nanogpt"])
+    curves = PrintedReader(READY["nanogpt"]).read([written(tmp_path / "log", text)])
     refuse_disagreements(curves.disagreements, ["other"])
     with pytest.raises(MetricsError) as caught:
         refuse_disagreements(curves.disagreements, ["loss"])

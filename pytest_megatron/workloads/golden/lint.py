@@ -199,22 +199,6 @@ class Project:
     other_names: Mapping[str, str]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """The result of a lint run.
-
-    Attributes:
-        num_goldens: Files that were looked at; `num_read` of them are read by a row.
-        num_broken: Recipes with errors, whose rows are not known.
-    """
-
-    findings: tuple[Finding, ...]
-    num_goldens: int
-    num_read: int
-    num_bytes: int
-    num_broken: int
-
-
 def _find_goldens(paths: Sequence[Path]) -> list[Path]:
     """Return the golden files among and below `paths`, each once, sorted.
 
@@ -239,7 +223,7 @@ def _goldens_below(directory: Path) -> set[Path]:
     return {path for path in directory.rglob(PATTERN) if path.is_file()}
 
 
-def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
+def lint_goldens(paths: Sequence[Path], project: Project) -> GoldenLint:
     """Return the findings for the goldens among and below `paths`.
 
     Without `paths` the whole project is checked, and missing goldens are reported too. Where a
@@ -252,67 +236,66 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> Report:
     """
     root = project.root
     everywhere = _goldens_below(root / GOLDENS) | _goldens_below(root / CASES)
-    files = _find_goldens(paths) if paths else sorted(everywhere)
-    linter = _Linter(project)
-    for file in files:
-        linter.look_at(file)
+    lint = GoldenLint(project)
+    for file in _find_goldens(paths) if paths else sorted(everywhere):
+        lint.look_at(file)
     if not paths:
-        linter.look_at_rows()
-    return Report(
-        findings=in_order(linter.findings),
-        num_goldens=len(files),
-        num_read=sum(file.absolute() in linter.readers for file in files),
-        num_bytes=linter.num_bytes,
-        num_broken=linter.num_broken,
-    )
+        lint.look_at_rows()
+    return lint
 
 
-class _Linter:
-    """Check of one file after the other.
+class GoldenLint:
+    """Check of one file after the other, and what it found.
 
     Attributes:
-        findings: Those so far.
-        num_bytes: How much was read so far.
-        num_broken: Recipes with errors.
-        readers: The rows that read a golden, by its absolute path.
+        num_goldens: Files that were looked at; `num_read` of them are read by a row.
+        num_bytes: How much was read.
+        num_broken: Recipes with errors, whose rows are not known.
     """
 
     def __init__(self, project: Project) -> None:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
-        self.findings: list[Finding] = []
-        self.num_bytes = 0
+        self._findings: list[Finding] = []
+        self.num_goldens = self.num_read = self.num_bytes = 0
         loaded = read_recipes(project.recipes, Profile.STRICT, project.vocabulary)
         self._workloads = [workload for one in loaded for workload in one.workloads]
         self.num_broken = sum(bool(one.errors) for one in loaded)
-        self.readers: dict[Path, list[Workload]] = {}
+        self._readers: dict[Path, list[Workload]] = {}
         self._shadowed: dict[Path, Path] = {}
         for workload in self._workloads:
             places = golden_paths(project.root, workload, project.other_names)
             existing = [place for place in places if place.is_file()]
             for place in existing[:1]:
-                self.readers.setdefault(place.absolute(), []).append(workload)
+                self._readers.setdefault(place.absolute(), []).append(workload)
             for place in existing[1:]:
                 self._shadowed[place.absolute()] = existing[0]
 
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """Those so far, errors first."""
+        return in_order(self._findings)
+
     def look_at(self, path: Path) -> None:
         """Check one file; of one that nothing reads, say only that."""
-        rows = self.readers.get(path.absolute(), ())
+        rows = self._readers.get(path.absolute(), ())
+        self.num_goldens += 1
+        self.num_read += bool(rows)
         parts = _parts_of(path, self._project.root)
         if parts and self._project.recipes and not rows:
             if not self.num_broken:
-                self.findings.append(_unreachable(path, self._shadowed.get(path.absolute())))
+                self._findings.append(_unreachable(path, self._shadowed.get(path.absolute())))
             return
         golden = self._read(path)
         if golden is None:
             return
-        self.findings += check_content(golden)
+        self._findings += check_content(golden)
         case = next((row.own_case for row in rows), None)
         if case is None and len(parts) == _DEPTH:
             case = self._case_at(self._project.root / CASES / Path(*parts[:-1]) / CASE_NAME)
         if case is not None and (sound := sound_case(case)) is not None:
-            self.findings += check_against_case(golden, sound)
-        self.findings += check_origin(golden, case, rows, self._project.root)
+            self._findings += check_against_case(golden, sound)
+        self._findings += check_origin(golden, case, rows, self._project.root)
 
     def look_at_rows(self) -> None:
         """Check the recipes for goldens that are missing."""
@@ -321,7 +304,7 @@ class _Linter:
             document = workload.own_case or self._case_at(case_path(root, workload))
             case = None if document is None else sound_case(document)
             if case is not None and case.needs_golden:
-                self.findings += check_golden(workload, root, other_names)
+                self._findings += check_golden(workload, root, other_names)
 
     def _read(self, path: Path) -> GoldenFile | None:
         """Read a golden, and note why it cannot be read."""
@@ -333,7 +316,7 @@ class _Linter:
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
             finding = Finding(file=path, line=line, rule="golden-unreadable", message=error.problem)
-            self.findings.append(finding)
+            self._findings.append(finding)
             return None
         return GoldenFile(path=path, text=text, content=golden)
 

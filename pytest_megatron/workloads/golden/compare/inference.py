@@ -107,11 +107,12 @@ def _compare(pair: Pair, metric: str) -> Comparison | None:
         return answer if pair.policy.is_strict else None
     if not pair.observed.has(metric):
         return replace(answer, rule=ComparisonRule.NO_METRIC)
+    one = replace(answer, deviation=Deviation(num_compared=1))
     if metric in COUNTS:
-        return _compare_count(pair, metric)
+        return _compare_count(one, pair.golden.counts[metric], pair.observed.counts[metric])
     if pair.not_timed is not None:
         return unjudged(answer, pair.not_timed)
-    return _compare_throughput(pair) if metric == THROUGHPUT else _compare_memory(pair)
+    return (_compare_throughput if metric == THROUGHPUT else _compare_memory)(pair, one)
 
 
 def _compare_of_requests(pair: Pair, metric: str) -> Comparison | None:
@@ -167,7 +168,10 @@ def _first_difference(
         return _first_in_routing(golden, observed)
     tolerance = 0.0 if metric == TOKENS else pair.policy.limit(metric, "absolute", LOGPROB_ABSOLUTE)
     what = "token" if metric == TOKENS else "position"
-    expected, got = _values(golden, metric), _values(observed, metric)
+    expected, got = (
+        tuple(map(float, one.tokens or ())) if metric == TOKENS else one.logprobs[metric]
+        for one in (golden, observed)
+    )
     for position, (e, g) in enumerate(zip(expected, got, strict=False)):
         if not (g == e or abs(g - e) <= tolerance):
             place = f"{what} {position}"
@@ -214,57 +218,44 @@ def _first_in_routing(golden: PromptAnswer, observed: PromptAnswer) -> StepDiffe
     return None
 
 
-def _compare_count(pair: Pair, metric: str) -> Comparison:
+def _compare_count(answer: Comparison, golden: float, observed: float) -> Comparison:
     """Compare a count of an inference program."""
-    golden, observed = pair.golden.counts[metric], pair.observed.counts[metric]
     first = None
     if golden != observed:
         first = StepDifference(step=0, place="count", observed=observed, golden=golden)
-    answer = replace(_answer(pair, metric), rule=ComparisonRule.EXACT, first=first)
-    return replace(answer, passed=first is None, deviation=Deviation(num_compared=1))
+    return replace(answer, rule=ComparisonRule.EXACT, first=first, passed=first is None)
 
 
-def _compare_throughput(pair: Pair) -> Comparison:
+def _compare_throughput(pair: Pair, answer: Comparison) -> Comparison:
     """Compare tokens per second by the median after the warm-up."""
     golden, observed = _steady(pair.golden.throughput), _steady(pair.observed.throughput)
     too_fast = observed >= _FASTEST * golden
     slowest = 1 - pair.policy.limit(THROUGHPUT, "median", 1 - _SLOWEST)
     worse = pair.policy.worse(THROUGHPUT, Worse.LOWER if pair.policy.is_strict else Worse.EITHER)
     passed = observed >= slowest * golden and (worse is Worse.LOWER or not too_fast)
-    notes: tuple[str, ...] = (f"median {observed:.6g} tokens/s, golden {golden:.6g}",)
+    notes = [f"median {observed:.6g} tokens/s, golden {golden:.6g}"]
     if too_fast:
-        notes = (*notes, "much faster than the golden: refresh it, so that it guards this speed")
-    summary = SeriesSummary(
-        name="median after the warm-up",
-        observed=observed,
-        golden=golden,
-        tolerance=1 - slowest if observed < golden else _FASTEST - 1,
-    )
-    return _median_comparison(pair, THROUGHPUT, summary, passed=passed, notes=notes)
+        notes.append("much faster than the golden: refresh it, so that it guards this speed")
+    tolerance = 1 - slowest if observed < golden else _FASTEST - 1
+    name = "median after the warm-up"
+    summary = SeriesSummary(name=name, observed=observed, golden=golden, tolerance=tolerance)
+    return _by_median(replace(answer, passed=passed, notes=tuple(notes)), summary)
 
 
-def _compare_memory(pair: Pair) -> Comparison:
+def _compare_memory(pair: Pair, answer: Comparison) -> Comparison:
     """Compare peak memory by its median, both ways: a run that needs less did less."""
     golden, observed = _steady(pair.golden.memory_bytes), _steady(pair.observed.memory_bytes)
     tolerance = pair.policy.limit(MEMORY, "median", _MEMORY_RELATIVE)
     summary = SeriesSummary(name="median", observed=observed, golden=golden, tolerance=tolerance)
     passed = golden > 0 and is_within(summary, pair.policy.worse(MEMORY, Worse.EITHER))
-    return _median_comparison(pair, MEMORY, summary, passed=passed, notes=())
+    return _by_median(replace(answer, passed=passed), summary)
 
 
-def _median_comparison(
-    pair: Pair, metric: str, summary: SeriesSummary, *, passed: bool, notes: tuple[str, ...]
-) -> Comparison:
-    """Return the comparison of two medians."""
-    return replace(
-        _answer(pair, metric),
-        passed=passed,
-        rule=ComparisonRule.MEDIAN,
-        summary=summary,
-        deviation=Deviation(num_compared=1),
-        notes=notes,
-        layers=(summary_layer(ComparisonRule.MEDIAN, summary, passed=passed),),
-    )
+def _by_median(answer: Comparison, summary: SeriesSummary) -> Comparison:
+    """Return the comparison of two medians, of which it is known whether it passed."""
+    rule = ComparisonRule.MEDIAN
+    layers = (summary_layer(rule, summary, passed=answer.passed),)
+    return replace(answer, rule=rule, summary=summary, layers=layers)
 
 
 def _answer(pair: Pair, metric: str) -> Comparison:
@@ -281,13 +272,6 @@ def _answer(pair: Pair, metric: str) -> Comparison:
 def _steady(values: Sequence[float]) -> float:
     """Return the median without the first value, which warms up, where there are more."""
     return statistics.median(values[1:] or values)
-
-
-def _values(answer: PromptAnswer, metric: str) -> tuple[float, ...]:
-    """Return the numbers of a request that a metric compares."""
-    if metric == TOKENS:
-        return tuple(float(token) for token in answer.tokens or ())
-    return answer.logprobs[metric]
 
 
 def _largest(metric: str, golden: PromptAnswer, observed: PromptAnswer) -> float:

@@ -82,6 +82,12 @@ _NEIGHBOURS, _NEIGHBOUR_PART, _NEIGHBOUR_FACTOR = 8, 0.75, 8.0
 # Of a count, the part of the steps at either end that its mean leaves out, by how far they are off;
 # the mean of all steps may be off by so many times as much.
 _TRIMMED_FRACTION, _UNTRIMMED_FACTOR = 0.2, 3.0
+# Of a band that is learned: fewer repeats give none of its own, and so many of their standard
+# deviations only widen the fixed one.
+_LEAST_REPEATS, _FEW_FACTOR = 3, 4.0
+# The limit of the mean, and of that of the last quarter, as a part of that of single steps; fewer
+# steps have no mean worth judging.
+_MEAN_FRACTION, _TAIL_MEAN_FRACTION, _LEAST_STEPS_FOR_MEANS = 0.3, 0.4, 8
 _TIME = "iteration-time"
 _LEAST_TIMED, _MOST_UNTIMED = 10, 0.02  # steps, and the part of them that may have no time
 _WITH_PLACEHOLDERS = (_TIME, "num-zeros", "grad-norm")
@@ -94,33 +100,6 @@ _T_QUANTILES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Learning:
-    """Settings for learning a band from repeats.
-
-    Attributes:
-        least_repeats: Fewer give no band of their own; their spread only widens the fixed one.
-        few_factor: By how many of their standard deviations.
-        look_back_steps: The estimate of a step is the largest of so many values up to there ...
-        look_ahead_steps: ... and of those up to so many steps later: where noise grows, that of
-            another platform, which begins a little larger, is a few steps ahead.
-        mean_fraction: The limit of the mean, as a part of the limit of single steps.
-        tail_fraction: The same of the mean of the last quarter.
-        least_steps_for_means: Fewer steps have no mean worth judging.
-    """
-
-    least_repeats: int = 3
-    few_factor: float = 4.0
-    look_back_steps: int = 8
-    look_ahead_steps: int = 2
-    mean_fraction: float = 0.3
-    tail_fraction: float = 0.4
-    least_steps_for_means: int = 8
-
-
-LEARNING = Learning()
-
-
 @dataclass(frozen=True, slots=True)
 class StrictCase:
     """The arguments of `compare` that all metrics share under `strict`."""
@@ -130,28 +109,6 @@ class StrictCase:
     nondeterministic: bool
     surroundings: RunEnvironment
     is_metric_asked_for: bool
-
-    def known(self, metric: str) -> Knowledge:
-        """Return what is known of a metric's noise."""
-        return knowledge_of(
-            self.golden,
-            metric,
-            nondeterministic=self.nondeterministic,
-            surroundings=self.surroundings,
-        )
-
-    def limits(self, metric: str, golden: Series) -> Limits:
-        """Return the limits of a metric, which are others for a long golden of unknown noise."""
-        is_long = len(golden) > LONG_STEPS and not self.known(metric).is_narrow
-        return self.policy.limits(metric, is_long=is_long)
-
-    def band(self, metric: str, golden: Series) -> Band | None:
-        """Return the band of a loss, where its golden is whole."""
-        limits = self.limits(metric, golden)
-        is_whole = len(golden) and all(map(is_finite, golden.values))
-        if not isinstance(limits, LossLimits) or not is_whole:
-            return None
-        return band_around(self.golden, metric, golden, self.known(metric), limits)
 
 
 @np.errstate(all="ignore")
@@ -175,8 +132,20 @@ def compare_strictly(case: StrictCase, metric: str, observed: Series | None) -> 
 def _compare(case: StrictCase, answer: Comparison, whole: Series, observed: Series) -> Comparison:
     """Compare two series: whether they are whole, then by the kind of the metric."""
     golden = _measured_part(case, answer.metric, whole, observed)
-    points, band = shared_points(golden, observed), case.band(answer.metric, golden)
-    answer = replace(answer, deviation=measure(points), allowed=band.as_allowed if band else None)
+    points = shared_points(golden, observed)
+    known = knowledge_of(
+        case.golden,
+        answer.metric,
+        nondeterministic=case.nondeterministic,
+        surroundings=case.surroundings,
+    )
+    is_long = len(golden) > LONG_STEPS and not known.is_narrow  # which has other limits
+    limits = case.policy.limits(answer.metric, is_long=is_long)
+    band = None
+    if isinstance(limits, LossLimits) and len(golden) and all(map(is_finite, golden.values)):
+        band = band_around(case.golden, answer.metric, golden, known, limits)
+        answer = replace(answer, allowed=band.as_allowed)
+    answer = replace(answer, deviation=measure(points))
     answer = find_hole(answer, golden, observed, points)
     uncovered = None if answer.metric == _TIME else describe_uncovered(golden, observed)
     if answer.passed and uncovered is not None:
@@ -188,7 +157,7 @@ def _compare(case: StrictCase, answer: Comparison, whole: Series, observed: Seri
             layers=(replace(answer.layers[0], passed=False),),
         )
     if answer.passed:
-        answer = _judge(case, answer, (golden, observed), points, band)
+        answer = _judge(case, answer, (golden, observed), points, known, band or limits)
     if answer.passed and answer.is_judged:
         answer = _name_pass(case, answer, golden, points)
     first = answer.first
@@ -208,10 +177,11 @@ def _judge(
     answer: Comparison,
     series: tuple[Series, Series],
     points: Points,
-    band: Band | None,
+    known: Knowledge,
+    rules: Band | Limits,
 ) -> Comparison:
-    """Compare golden and run, both whole, by the kind of the metric."""
-    known, limits = case.known(answer.metric), case.limits(answer.metric, series[0])
+    """Compare golden and run, both whole, by the kind of the metric; a loss by its band."""
+    limits = rules.limits if isinstance(rules, Band) else rules
     if isinstance(limits, CostLimits | MemoryLimits):
         return _judge_cost(case, answer, limits, points)
     is_expected = known.is_deterministic and known.is_at_home
@@ -220,9 +190,9 @@ def _judge(
     if isinstance(limits, CountLimits):
         findings += _count_layers(points, limits)
         return decide(findings, replace(answer, rule=ComparisonRule.BIAS))
-    assert band is not None
-    findings += _loss_layers(series, points, band, limits)
-    notes = (f"within the band (largest {answer.deviation.largest_relative:.1e})", band.note)
+    assert isinstance(rules, Band)
+    findings += _loss_layers(series, points, rules)
+    notes = (f"within the band (largest {answer.deviation.largest_relative:.1e})", rules.note)
     return decide(findings, replace(answer, rule=ComparisonRule.BAND, notes=notes))
 
 
@@ -329,7 +299,7 @@ def knowledge_of(
     is_equal = made.deterministic is True and made.spread.get(metric, 0.0) == 0.0
     return Knowledge(
         is_deterministic=is_equal and not nondeterministic and not is_elsewhere,
-        is_learned=metric in made.spread and (made.repeats or 1) >= LEARNING.least_repeats,
+        is_learned=metric in made.spread and (made.repeats or 1) >= _LEAST_REPEATS,
         is_elsewhere=is_elsewhere,
         is_at_home=drift.is_same_platform,
     )
@@ -340,6 +310,7 @@ class Band:
     """The deviations allowed around a golden.
 
     Attributes:
+        limits: Those that it was made of.
         allowed: (num_steps,) absolute deviation allowed at each step of the golden.
         rounding: The part of it that does not grow with the golden's value.
         num_outside: How many steps may be outside, each by `LossLimits.outside_factor` at most.
@@ -351,6 +322,7 @@ class Band:
         as_allowed: The band in few numbers: a width holds for many steps.
     """
 
+    limits: LossLimits
     allowed: Numbers
     rounding: float
     num_outside: int
@@ -372,7 +344,7 @@ def band_around(
     """
     made = golden.provenance or Provenance()
     repeats = 1 if made.repeats is None else made.repeats
-    factor = prediction_factor(repeats) if known.is_learned else LEARNING.few_factor
+    factor = prediction_factor(repeats) if known.is_learned else _FEW_FACTOR
     learned = factor * np.array(growing_deviation(made.spread.get(metric), series.steps))
     floor = limits.floor_in(made.precision, is_at_home=known.is_learned and known.is_at_home)
     fixed = [floor if known.is_narrow else limits.fixed_at(step) for step in series.steps]
@@ -383,16 +355,17 @@ def band_around(
     mean, tail = (
         max(limit * math.fsum(scale), part * math.fsum(noise)) / len(scale)
         for limit, part, noise, scale in (
-            (limits.mean, LEARNING.mean_fraction, learned * scales, scales),
+            (limits.mean, _MEAN_FRACTION, learned * scales, scales),
             (
                 limits.tail_mean,
-                LEARNING.tail_fraction,
+                _TAIL_MEAN_FRACTION,
                 (learned * scales)[of_tail],
                 scales[of_tail],
             ),
         )
     )
     return Band(
+        limits=limits,
         allowed=widths * scales + rounding,
         rounding=rounding,
         num_outside=0 if known.is_deterministic else int(limits.outside_fraction * len(scales)),
@@ -415,18 +388,25 @@ def prediction_factor(repeats: int) -> float:
 
 
 def growing_deviation(
-    spread: Spread | None, steps: tuple[int, ...], learning: Learning = LEARNING
+    spread: Spread | None, steps: tuple[int, ...], *, look_back: int = 8, look_ahead: int = 2
 ) -> list[float]:
     """Return the relative standard deviation to use at each step.
 
     At a step it is the largest of the values around it: the estimate of one step from a few repeats
     may be near 0 by chance. Steps that the spread lacks have the last.
+
+    Args:
+        spread: What repeats showed.
+        steps: The golden's.
+        look_back: How many values of the spread up to a step are around it.
+        look_ahead: How many steps after it: where noise grows, that of another platform, which
+            begins a little larger, is a few steps ahead.
     """
     if not isinstance(spread, Series):
         return [spread or 0.0] * len(steps)
     known = [v for v in spread.values if isinstance(v, float)]
-    starts = np.searchsorted(spread.steps, steps, "right") - learning.look_back_steps
-    ends = np.searchsorted(spread.steps, np.add(steps, learning.look_ahead_steps), "right")
+    starts = np.searchsorted(spread.steps, steps, "right") - look_back
+    ends = np.searchsorted(spread.steps, np.add(steps, look_ahead), "right")
     pairs = zip(np.maximum(0, starts), ends, strict=True)
     return [max(known[start:end], default=0.0) for start, end in pairs]
 
@@ -495,9 +475,10 @@ def _ulps_between(observed: float, golden: float) -> int:
 
 
 def _loss_layers(
-    series: tuple[Series, Series], points: Points, band: Band, limits: LossLimits
+    series: tuple[Series, Series], points: Points, band: Band
 ) -> Iterator[LayerFinding]:
     """Yield the layers of a loss: first step, shape, early window, every step, mean and tail."""
+    limits = band.limits
     if points.steps[0] == 1:  # it has seen no update: a difference there is no drift of numerics
         allowed = limits.step_1 * abs(points.golden[0]) + limits.absolute + _ROUNDING
         notes = ("data, initialisation or forward pass differ",)
@@ -507,8 +488,8 @@ def _loss_layers(
     if early.any():
         yield _every_step(ComparisonRule.EARLY, points[early], band.allowed[early], 0, band.note)
     yield _every_step(ComparisonRule.BAND, points, band.allowed, band.num_outside, band.note)
-    yield _outlier(points, limits.outside_factor, band)
-    if len(points) >= LEARNING.least_steps_for_means:
+    yield _outlier(points, band)
+    if len(points) >= _LEAST_STEPS_FOR_MEANS:
         yield _mean(ComparisonRule.BIAS, points, band.bias, band.note)
         yield _mean(ComparisonRule.TAIL, _tail(points), band.tail, band.note)
     if limits.window_mean is not None:
@@ -564,13 +545,13 @@ def _every_step(
     return LayerFinding(layer, first=first, notes=(count, note))
 
 
-def _outlier(points: Points, factor: float, band: Band) -> LayerFinding:
+def _outlier(points: Points, band: Band) -> LayerFinding:
     """Check the step that is farthest outside: even one that may be outside has a limit.
 
     That is some bands and, where the noise is not known, some times what its neighbours are off by:
     noise comes in company, and a step that is off alone is a fault.
     """
-    off, most = points.off, factor * band.allowed
+    off, most = points.off, band.limits.outside_factor * band.allowed
     if band.needs_company:
         company = [_in_company(off, at) for at in range(len(off))]
         most = np.maximum(band.allowed, np.minimum(most, np.array(company) + band.rounding))

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.workloads.golden.compare.strict import (
-    Learning,
     band_around,
     growing_deviation,
     knowledge_of,
@@ -47,10 +46,10 @@ def test_the_band_is_as_wide_as_what_is_known_of_the_golden(
 
 def test_the_deviation_of_a_step_is_the_largest_around_it() -> None:
     spread = series_of({1: 1.0, 2: 5.0, 3: 2.0, 4: 3.0})
-    back = Learning(look_back_steps=2, look_ahead_steps=0)
-    assert growing_deviation(spread, (1, 2, 3, 4, 9), back) == [1.0, 5.0, 5.0, 3.0, 3.0]
-    ahead = Learning(look_back_steps=1, look_ahead_steps=1)
-    assert growing_deviation(spread, (1, 2, 3, 4, 9), ahead) == [5.0, 5.0, 3.0, 3.0, 3.0]
+    back = growing_deviation(spread, (1, 2, 3, 4, 9), look_back=2, look_ahead=0)
+    assert back == [1.0, 5.0, 5.0, 3.0, 3.0]
+    ahead = growing_deviation(spread, (1, 2, 3, 4, 9), look_back=1, look_ahead=1)
+    assert ahead == [5.0, 5.0, 3.0, 3.0, 3.0]
 
 
 def test_fewer_repeats_need_a_wider_band() -> None:

@@ -18,19 +18,6 @@ from yaml.resolver import Resolver
 from pytest_megatron.base.files import JsonValue, read_bytes
 from pytest_megatron.errors import MegatronError
 
-__all__ = [
-    "Builder",
-    "Duplicate",
-    "Lines",
-    "YamlDocument",
-    "YamlError",
-    "YamlPath",
-    "parse_document",
-    "read_document",
-    "read_yaml",
-]
-
-
 # Where in a document: keys of mappings and indices of lists, from the top.
 YamlPath: TypeAlias = tuple[str | int, ...]
 # The lines of a container's elements.
@@ -81,29 +68,22 @@ class Duplicate:
     second_line: int
 
 
+@dataclass(slots=True)
 class _YamlFrame:
     """A mapping or list that is being read."""
 
-    __slots__ = (
-        "anchor",
-        "is_mapping",
-        "key",
-        "key_line",
-        "lines",
-        "merged",
-        "num_before",
-        "value",
-    )
+    value: _Container
+    anchor: str | None
+    num_before: int
+    key: str | None = None  # of a mapping, between the key and its value
+    key_line: int = 0
+    merged: list[JsonValue] = field(default_factory=list)  # the values of `<<`
+    is_mapping: bool = field(init=False)
+    lines: Lines = field(init=False)
 
-    def __init__(self, value: _Container, anchor: str | None, num_before: int) -> None:
-        self.value = value
-        self.is_mapping = isinstance(value, dict)
-        self.lines: Lines = {} if self.is_mapping else []
-        self.anchor = anchor
-        self.num_before = num_before
-        self.key: str | None = None  # of a mapping, between the key and its value
-        self.key_line = 0
-        self.merged: list[JsonValue] = []  # the values of `<<`
+    def __post_init__(self) -> None:
+        self.is_mapping = isinstance(self.value, dict)
+        self.lines = {} if self.is_mapping else []
 
 
 class Builder:

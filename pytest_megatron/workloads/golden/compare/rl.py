@@ -65,6 +65,7 @@ class RlRules:
     not_timed: str | None = None
 
 
+@np.errstate(all="ignore")
 def compare_rl(
     golden: Golden, observed: MetricMap, metrics: Sequence[str], rules: RlRules
 ) -> tuple[Comparison, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
@@ -23,8 +23,8 @@ from pytest_megatron.gangs.crash import (
 )
 from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.phase_report import JsonObject, Outcome, PhaseReport, skip_reason
-from pytest_megatron.gangs.spec import RankResult, Reason, RunEnd
-from pytest_megatron.runs.headline import make_headline, where_ranks_were
+from pytest_megatron.gangs.spec import Merged, RankResult, Reason, RunEnd
+from pytest_megatron.runs.headline import where_ranks_were
 
 LOGS = "logs"  # title of the block with their paths
 PHASES = ("setup", "call", "teardown")
@@ -172,41 +172,6 @@ def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _ADDRESS_OF_THREAD = re.compile(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+")
 _MOST_OF_A_LINE = 2  # tracebacks
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
-    """One report for pytest.
-
-    Attributes:
-        when: The phase.
-        base: The report of the rank in the headline, as pytest serialised it; None where no rank
-            has one.
-        message: What failed, if it did, and on which rank.
-        where: Where that was, as far as it is known.
-        blocks: Title and text of sections of the report beside `base`.
-        sections: Captured output, by name.
-        start: Earliest of all ranks, seconds since the epoch.
-        stop: Latest of all ranks.
-        ranks: Outcome of each rank, for tools.
-    """
-
-    when: str
-    outcome: Outcome
-    base: JsonObject | None = None
-    message: str = ""
-    where: str = ""
-    blocks: tuple[tuple[str, str], ...] = ()
-    sections: tuple[tuple[str, str], ...] = ()
-    properties: tuple[tuple[str, JsonValue], ...] = ()
-    start: float = 0.0
-    stop: float = 0.0
-    ranks: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def headline(self) -> str:
-        """The line that every place shows of a failure."""
-        return make_headline("", self.message, where=self.where)
 
 
 def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import TypeAlias
 
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.ipc.messages import Done, Run
-from pytest_megatron.gangs.phase_report import PhaseReport
+from pytest_megatron.gangs.phase_report import JsonObject, Outcome, PhaseReport
+from pytest_megatron.runs.headline import make_headline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -54,6 +57,7 @@ class RankResult:
         stack: Text of faulthandler if it crashed or had to be stopped, or "".
         flight: JSON of NCCL's flight recorder, or "".
         log_dir: Directory of its logs.
+        log_start: Size of its stderr.log when the test began, if that may be rerun.
     """
 
     rank: int
@@ -68,6 +72,42 @@ class RankResult:
     stack: str = ""
     flight: str = ""
     log_dir: str = ""
+    log_start: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """One report for pytest.
+
+    Attributes:
+        when: The phase.
+        base: The report of the rank in the headline, as pytest serialised it; None where no rank
+            has one.
+        message: What failed, if it did, and on which rank.
+        where: Where that was, as far as it is known.
+        blocks: Title and text of sections of the report beside `base`.
+        sections: Captured output, by name.
+        start: Earliest of all ranks, seconds since the epoch.
+        stop: Latest of all ranks.
+        ranks: Outcome of each rank, for tools.
+    """
+
+    when: str
+    outcome: Outcome
+    base: JsonObject | None = None
+    message: str = ""
+    where: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, JsonValue], ...] = ()
+    start: float = 0.0
+    stop: float = 0.0
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The line that every place shows of a failure."""
+        return make_headline("", self.message, where=self.where)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +119,7 @@ class RunEnd:
         limit_s: The time limit or grace period that passed; 0 without one.
         duration_s: Time since its start on the gang.
         is_kept: Whether the gang may run the next test.
+        merged: One report of all ranks for each phase and subtest.
     """
 
     run: int
@@ -87,6 +128,17 @@ class RunEnd:
     limit_s: float
     duration_s: float
     is_kept: bool
+    merged: tuple[Merged, ...] = ()
+
+    @property
+    def may_end_session(self) -> bool:
+        """True if the test has to be reported before another one starts."""
+        is_stopped = any(rank.done is not None and rank.done.stop for rank in self.ranks)
+        return is_stopped or any(m.outcome == "failed" for m in self.merged)
+
+    def phase(self, when: str) -> Merged:
+        """Return the report of a phase; subtests come before their call."""
+        return [m for m in self.merged if m.when == when][-1]
 
     @property
     def internal_error(self) -> str:

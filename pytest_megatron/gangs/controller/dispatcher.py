@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -17,98 +17,33 @@ from pytest_megatron.gangs.crash import crash_stack
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gangs.lifecycle import GangState
 from pytest_megatron.gangs.markers import PhaseLimits, num_reruns_of
-from pytest_megatron.gangs.merge import (
-    Merged,
-    merge,
-    merge_late,
-    reported,
-)
+from pytest_megatron.gangs.merge import merge, merge_late
 from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule
-from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
+from pytest_megatron.gangs.spec import GangSpec, Merged, RankResult, RunEnd
 from pytest_megatron.gangs.supervisor.supervisor import Gang
 from pytest_megatron.gpu.host import is_awaited
 from pytest_megatron.runs.record import RecordedExecution
 from pytest_megatron.session.options import Options
 from pytest_megatron.triage.signatures import Signature
 
-_NUM_LAST_LINES = 40  # room for a traceback, or the stacks of an aborted process
 _STACK_BYTES = 1 << 14
 
 
-@dataclass(slots=True)
-class Execution:
-    """One execution of an item, and its result.
+class _Running(NamedTuple):
+    """An item that runs on a gang, or was sent ahead.
 
     Attributes:
-        index: Index of the item in the session.
         before: The item that the same gang ran before it, if any.
         log_starts: Size of stderr.log of each rank at its start, if it may be rerun.
-        end: Result on the gang; None while it runs.
-        merged: One report of all ranks for each phase and subtest.
     """
 
-    index: int
+    gang: Gang
     item: pytest.Item
     before: pytest.Item | None
-    log_starts: Sequence[int] = ()
-    end: RunEnd | None = None
-    merged: tuple[Merged, ...] = ()
-
-    @property
-    def ended(self) -> RunEnd:
-        """The result of an execution that has ended."""
-        assert self.end is not None
-        return self.end
-
-    @property
-    def may_end_session(self) -> bool:
-        """True if the test has to be reported before another one starts."""
-        stops = [r.done.stop for r in self.end.ranks if r.done] if self.end else []
-        return any(stops) or any(m.outcome == "failed" for m in self.merged)
-
-    def phase(self, when: str) -> Merged:
-        """Return the report of a phase; subtests come before their call."""
-        return [m for m in self.merged if m.when == when][-1]
-
-    def log_lines(self) -> list[str]:
-        """Return the lines that its ranks wrote to stderr."""
-        return [line for lines in self._lines_by_rank().values() for line in lines]
-
-    def last_stderr_lines(self) -> list[str]:
-        """Return the last lines of stderr of ranks that died by themselves.
-
-        Not of those that were killed by SIGKILL, which write nothing about it.
-        """
-        dead = {r.rank for r in self.ended.ranks if r.exit_code not in (None, -signal.SIGKILL)}
-        found = self._lines_by_rank()
-        return [line for rank in dead for line in found.get(rank, [])[-_NUM_LAST_LINES:]]
-
-    def _lines_by_rank(self) -> dict[int, list[str]]:
-        """Return what each rank wrote to stderr during the test."""
-        found: dict[int, list[str]] = {}
-        for rank, start in zip(self.ended.ranks, self.log_starts, strict=True):
-            path = Path(rank.log_dir, "stderr.log")
-            found[rank.rank] = read_piece(path, start, file_size(path)).splitlines()
-        return found
-
-    def stop_like_rank(self, when: str) -> None:
-        """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
-
-        It ends in the first phase that the rank did not report; those before it count.
-        """
-        end = self.ended
-        for rank in end.ranks:
-            stop: Sequence[object] = () if rank.done is None else rank.done.stop
-            if not stop or reported(rank, when) is not None:
-                continue
-            where = f"rank {rank.rank} of {len(end.ranks)} in {self.item.nodeid}"
-            if stop[0] == "exit":
-                code = stop[2] if isinstance(stop[2], int) else None
-                raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
-            raise KeyboardInterrupt(where)
+    log_starts: Sequence[int | None]
 
 
 ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
@@ -160,11 +95,11 @@ class Dispatcher:
         tests = [(self._index[item], spec, str(item.path)) for item, spec in specs.items()]
         self._schedule = Schedule([] if is_by_hand else tests, num_slots=pool.num_slots)
         self.is_in_order = is_by_hand or _is_one_by_one(set(specs.values()), pool.num_slots)
-        self.ended: dict[pytest.Item, Execution] = {}
+        self.ended: dict[pytest.Item, RunEnd] = {}
         self.history: dict[pytest.Item, list[RecordedExecution]] = {}
         self.is_stopping = False
         self.lock = threading.RLock()
-        self._running: dict[int, tuple[Gang, Execution]] = {}
+        self._running: dict[int, _Running] = {}  # by number of the execution
         self._last: dict[int, pytest.Item] = {}
         self._late: list[tuple[pytest.Item, Merged]] = []
         self._num_runs = 0
@@ -194,7 +129,7 @@ class Dispatcher:
         if self.ended:
             return next(iter(self.ended))
         if self.is_serial and self._running:
-            return next(iter(self._running.values()))[1].item
+            return next(iter(self._running.values())).item
         return None
 
     def index(self, item: pytest.Item) -> int:
@@ -203,7 +138,7 @@ class Dispatcher:
 
     def end_of(self, item: pytest.Item) -> RunEnd | None:
         """Return the result of an item on its gang, None if it has not ended."""
-        return None if item not in self.ended else self.ended[item].end
+        return self.ended.get(item)
 
     def take_late(self) -> list[tuple[pytest.Item, Merged]]:
         """Return failed teardowns of tests that were already reported, once."""
@@ -218,7 +153,7 @@ class Dispatcher:
             nextitem: The next item, if it is known.
         """
         while item not in self.ended:
-            is_running = any(e.item is item for _, e in self._running.values())
+            is_running = any(running.item is item for running in self._running.values())
             if not is_running and not self._schedule.holds(self._index[item]):
                 self._start_by_hand(item, nextitem)
             self.dispatch()
@@ -236,7 +171,7 @@ class Dispatcher:
 
     def dispatch(self) -> None:
         """Assign tests to idle gangs, close those without tests, and start new ones."""
-        is_held = any(execution.may_end_session for execution in self.ended.values())
+        is_held = any(end.may_end_session for end in self.ended.values())
         if self.is_stopping or is_held or self._is_by_hand or self._is_claiming:
             return
         schedule, pool = self._schedule, self._pool
@@ -351,7 +286,7 @@ class Dispatcher:
         return self._index[nextitem] if self._specs.get(nextitem) == gang.spec else UNKNOWN
 
     def _is_free(self, gang: Gang) -> bool:
-        is_busy = any(g is gang for g, _ in self._running.values()) or self._pool.is_spare(gang)
+        is_busy = any(r.gang is gang for r in self._running.values()) or self._pool.is_spare(gang)
         return not is_busy and gang.lifecycle.state in (GangState.IDLE, GangState.STARTING)
 
     def _send_ahead(self, gang: Gang) -> None:
@@ -395,11 +330,11 @@ class Dispatcher:
         self._num_runs += 1
         item = self._items[index]
         maxfail = item.config.option.maxfail
-        log_starts: list[int] = []
+        log_starts: list[int | None] = [None] * len(gang.configs)
         if num_reruns_of(item, self._num_reruns):
             log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
-        execution = Execution(index, item, self._last.get(gang.number), log_starts)
-        self._running[self._num_runs] = gang, execution
+        before = self._last.get(gang.number)
+        self._running[self._num_runs] = _Running(gang, item, before, log_starts)
         self._last[gang.number] = item
         return Run(
             run=self._num_runs,
@@ -424,17 +359,18 @@ class Dispatcher:
         """Take the ends of tests of a gang."""
         if gang.ends:
             self._pool.tee.catch_up(gang)
-        for end in [replace(e, ranks=tuple(map(_with_crash, e.ranks))) for e in gang.ends]:
-            _, execution = self._running.pop(end.run)
-            execution.end = end
-            execution.merged = merge(end, gang.spec.world_size)
-            self.ended[execution.item] = execution
+        for ended in gang.ends:
+            running = self._running.pop(ended.run)
+            ranks = tuple(map(_with_log, ended.ranks, running.log_starts))
+            end = replace(ended, ranks=ranks)
+            end = replace(end, merged=merge(end, gang.spec.world_size))
+            self.ended[running.item] = end
             directory = gang.configs[0].log_dir.rpartition(os.sep)[0]
-            self.history.setdefault(execution.item, []).append(
+            self.history.setdefault(running.item, []).append(
                 execution_record(gang.number, directory, end)
             )
             late = {r.rank: r.done.late for r in end.ranks if r.done and r.done.late is not None}
-            self._keep_late(execution.before, late, gang)
+            self._keep_late(running.before, late, gang)
         if gang.ends:
             self._take_back(gang)
         gang.ends.clear()
@@ -442,16 +378,18 @@ class Dispatcher:
     def _take_back(self, gang: Gang) -> None:
         """Reschedule tests that were sent ahead, if the test before them failed."""
         kept = gang.lifecycle.queue.numbers
-        for number, execution in self._executions(gang):
+        for number, running in self._running_on(gang):
             if number not in kept:
                 del self._running[number]
-                assert execution.before is not None
-                self._last[gang.number] = execution.before
-                self._schedule.put_back(gang.number, execution.index)
+                assert running.before is not None
+                self._last[gang.number] = running.before
+                self._schedule.put_back(gang.number, self._index[running.item])
 
-    def _executions(self, gang: Gang) -> list[tuple[int, Execution]]:
+    def _running_on(self, gang: Gang) -> list[tuple[int, _Running]]:
         """Return the executions of a gang with their numbers, the last first."""
-        return [(n, e) for n, (owner, e) in reversed(self._running.items()) if owner is gang]
+        return [
+            (n, running) for n, running in reversed(self._running.items()) if running[0] is gang
+        ]
 
     def _keep_late(
         self, item: pytest.Item | None, late: Mapping[int, PhaseReport], gang: Gang
@@ -466,13 +404,13 @@ class Dispatcher:
         self._pool.forget(gang)
         item = self._last.pop(gang.number, None)
         self._schedule.forget(gang.number)
-        for number, execution in self._executions(gang):
+        for number, running in self._running_on(gang):
             # Interrupted by the end of another test: it runs again.
             del self._running[number]
             if not self._is_by_hand:
-                self._schedule.give_back(execution.index)
+                self._schedule.give_back(self._index[running.item])
             if gang.lifecycle.unbegun:
-                item = execution.before
+                item = running.before
         self._keep_late(item, gang.lifecycle.late, gang)
         if item is not None:
             self._late += [(item, merge_problem(text)) for text in gang.lifecycle.problems]
@@ -483,8 +421,10 @@ def _is_one_by_one(specs: set[GangSpec], num_slots: int) -> bool:
     return len(specs) == 1 and all(s.world_size * 2 > num_slots for s in specs)
 
 
-def _with_crash(rank: RankResult) -> RankResult:
-    """Return a rank that a signal ended with the stack that it wrote."""
+def _with_log(rank: RankResult, log_start: int | None) -> RankResult:
+    """Return a rank with the start of its log, one that a signal ended with its last stack."""
+    if log_start is not None:
+        rank = replace(rank, log_start=log_start)
     if rank.stack or rank.exit_code is None or rank.exit_code >= 0:
         return rank
     path = Path(rank.log_dir, "stderr.log")

@@ -27,7 +27,7 @@ from pytest_megatron.session.state import write_line
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.ipc.messages import RankConfig
-    from pytest_megatron.gangs.merge import Merged
+    from pytest_megatron.gangs.spec import Merged
 
 
 CONFIGURE_NODE = "pytest_configure_node"

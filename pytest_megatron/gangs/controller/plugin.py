@@ -12,9 +12,11 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Callable, Generator
+import signal
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from os import getpid  # a test may put another function in its place
+from pathlib import Path
 from typing import cast
 
 import pluggy
@@ -46,14 +48,16 @@ from pytest_megatron.gangs.markers import (
     num_reruns_of,
     spec_of,
 )
+from pytest_megatron.gangs.merge import reported
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
+from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import (
     plan_lines,
     test_record,
     transient_cause,
     why_not_again,
 )
-from pytest_megatron.gangs.spec import GangSpec, Reason, RunEnd
+from pytest_megatron.gangs.spec import GangSpec, RankResult, Reason, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
 from pytest_megatron.gangs.topology import count_gpus
@@ -109,6 +113,7 @@ class PhaseHooks:
 
 
 PLUGIN_NAME = "megatron-gangs"
+_NUM_LAST_LINES = 40  # of stderr: room for a traceback, or the stacks of an aborted process
 
 
 class GangPlugin(RecordCarrier):
@@ -434,22 +439,27 @@ class GangPlugin(RecordCarrier):
         except Exception as error:
             self._broken = error  # pytest would report it, and retry the item forever
             raise
-        execution = dispatcher.ended[item]
-        warn_again(self._config, execution.ended)
-        self._print(execution.ended)
+        end = dispatcher.ended[item]
+        warn_again(self._config, end)
+        self._print(end)
         self._allure.follow("setup", item=item)
-        execution.stop_like_rank("setup")
+        _stop_like_rank(end, item, "setup")
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
         """Return the transient cause for which a test that failed may run again, or None."""
         if len(self._reruns[item]) >= num_reruns_of(item, self._options.num_transient_reruns):
             return None
-        execution = self._open_dispatcher.ended[item]
+        end = self._open_dispatcher.ended[item]
+        # Of a rank that was killed by SIGKILL there is nothing about it.
+        dead = [rank for rank in end.ranks if rank.exit_code not in (None, -signal.SIGKILL)]
         cause = transient_cause(
-            execution.merged, execution.log_lines(), execution.last_stderr_lines(), self._run.table
+            end.merged,
+            [line for rank in end.ranks for line in _stderr_lines(rank)],
+            [line for rank in dead for line in _stderr_lines(rank)[-_NUM_LAST_LINES:]],
+            self._run.table,
         )
         if cause is None:
-            self._not_again[item] = why_not_again(execution.merged, self._run.table)
+            self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
         refusal = self._not_again[item] = self._run.retries.claim(cause.id)
@@ -458,10 +468,10 @@ class GangPlugin(RecordCarrier):
 
     def call(self, item: pytest.Item) -> None:
         """Report the subtests, which precede the report of the test."""
-        execution = self._open_dispatcher.ended[item]
-        execution.stop_like_rank("call")
+        end = self._open_dispatcher.ended[item]
+        _stop_like_rank(end, item, "call")
         self._allure.follow("call", item=item)
-        *subtests, merged_call = [m for m in execution.merged if m.when == "call"]
+        *subtests, merged_call = [m for m in end.merged if m.when == "call"]
         self._allure.set_times(item, merged_call)
         for merged in subtests:
             report = build_report(item, merged)
@@ -471,16 +481,16 @@ class GangPlugin(RecordCarrier):
 
     def tear_down(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """Tear down fixtures of the controller's own tests, as this item would have."""
-        execution = self._open_dispatcher.ended[item]
-        execution.stop_like_rank("teardown")
-        self._print(execution.ended, is_late=True)
+        end = self._open_dispatcher.ended[item]
+        _stop_like_rank(end, item, "teardown")
+        self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)
         self._allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
         """Pass the report of a phase to plugins that did not see it in the ranks."""
-        execution = self._open_dispatcher.ended[item]
-        merged, seen = execution.phase(call.when), call
+        end = self._open_dispatcher.ended[item]
+        merged, seen = end.phase(call.when), call
         if merged.outcome == "failed":
             seen = copy.copy(call)
             seen.excinfo = excinfo_of(merged)
@@ -493,7 +503,7 @@ class GangPlugin(RecordCarrier):
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
-        if report.failed and execution.ended.reason is not Reason.DONE:
+        if report.failed and end.reason is not Reason.DONE:
             report.sections += notes_on_hang(item)
         if report.failed and (why := self._not_again[item]) is not None:
             report.sections.append(("not run again", why))
@@ -503,11 +513,11 @@ class GangPlugin(RecordCarrier):
             spec = self._specs[item]
             per_device = self._options.ranks_per_gpu if spec.device == "cuda" else 1
             record = replace(
-                test_record(execution.merged, spec, history),
+                test_record(end.merged, spec, history),
                 num_devices=count_gpus(spec.world_size, per_device),
             )
             put_record(report, record)
-            self._stop_if_repeated(item, execution.ended.internal_error)
+            self._stop_if_repeated(item, end.internal_error)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
 
@@ -580,6 +590,29 @@ class GangPlugin(RecordCarrier):
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
         if printed.strip() and reporter is not None:
             self._config.get_terminal_writer().write(printed)
+
+
+def _stderr_lines(rank: RankResult) -> list[str]:
+    """Return what a rank wrote to stderr during a test that may be rerun."""
+    assert rank.log_start is not None
+    path = Path(rank.log_dir, "stderr.log")
+    return read_piece(path, rank.log_start, file_size(path)).splitlines()
+
+
+def _stop_like_rank(end: RunEnd, item: pytest.Item, when: str) -> None:
+    """End the session as the test asked pytest to, by `pytest.exit` or KeyboardInterrupt.
+
+    It ends in the first phase that the rank did not report; those before it count.
+    """
+    for rank in end.ranks:
+        stop: Sequence[object] = () if rank.done is None else rank.done.stop
+        if not stop or reported(rank, when) is not None:
+            continue
+        where = f"rank {rank.rank} of {len(end.ranks)} in {item.nodeid}"
+        if stop[0] == "exit":
+            code = stop[2] if isinstance(stop[2], int) else None
+            raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
+        raise KeyboardInterrupt(where)
 
 
 def _stop_timers(item: pytest.Item) -> None:

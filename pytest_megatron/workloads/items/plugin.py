@@ -25,6 +25,7 @@ import pytest
 from pytest_megatron.base.files import write_bytes_atomically
 from pytest_megatron.base.text import counted, grouped, listed
 from pytest_megatron.errors import MegatronError, SelectionError
+from pytest_megatron.runs.environment import tree_at_start
 from pytest_megatron.session.arguments import RECIPE_SUFFIXES
 from pytest_megatron.session.options import LOCAL, WORKLOADS_PLUGIN, usage_errors
 from pytest_megatron.session.state import RunSession, session_of
@@ -127,7 +128,7 @@ class SelectionPlugin:
 
         That does not see what a training executes.
         """
-        _ = self._session.facts
+        tree_at_start(self._session.root)
         select = session.config.pluginmanager.get_plugin("TestmonSelect")
         for name in () if select is None else ("deselected_tests", "deselected_files"):
             kept = [one for one in vars(select)[name] if not _is_of_recipe(one)]

@@ -6,8 +6,8 @@ Thin: reads files and commits, asks `workloads/refresh/` and prints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 import click
 
@@ -27,6 +27,8 @@ from pytest_megatron.workloads.refresh.report import (
     markdown,
 )
 
+# Of one side of a comparison: name to what messages call the file, and its bytes.
+_Side: TypeAlias = Mapping[str, tuple[str, bytes]]
 _MOST_REVISIONS = 2
 _DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
 
@@ -78,20 +80,7 @@ def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root:
         click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _GoldenText:
-    """One file of a side.
-
-    Attributes:
-        where: Name of the file in messages.
-        content: Bytes of the file.
-    """
-
-    where: str
-    content: bytes
-
-
-def _side_of_path(path: Path) -> Mapping[str, _GoldenText]:
+def _side_of_path(path: Path) -> _Side:
     """Return the goldens at a path by name: one file has the name "", below a directory its own.
 
     Raises:
@@ -104,20 +93,20 @@ def _side_of_path(path: Path) -> Mapping[str, _GoldenText]:
     else:
         raise GoldenError(str(path), "no such file or directory")
     try:
-        return {name: _GoldenText(where=str(p), content=read_bytes(p)) for name, p in files.items()}
+        return {name: (str(p), read_bytes(p)) for name, p in files.items()}
     except OSError as error:
         raise GoldenError(
             str(error.filename or path), f"cannot be read: {error.strerror}"
         ) from error
 
 
-def _side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, _GoldenText]:
+def _side_of_tree(root: Path, paths: Sequence[str]) -> _Side:
     """Return the goldens below `paths` in the working tree of `root`, by path.
 
     Raises:
         GoldenError: One of them cannot be read.
     """
-    found: dict[str, _GoldenText] = {}
+    found: dict[str, tuple[str, bytes]] = {}
     for path in paths:
         place = root / path
         if place.exists():
@@ -126,7 +115,7 @@ def _side_of_tree(root: Path, paths: Sequence[str]) -> Mapping[str, _GoldenText]
     return found
 
 
-def _side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mapping[str, _GoldenText]:
+def _side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> _Side:
     """Return the goldens below `paths` at a commit, by path.
 
     Raises:
@@ -137,14 +126,12 @@ def _side_of_revision(root: Path, revision: str, paths: Sequence[str]) -> Mappin
     wanted = [name for name in names.decode().split("\0") if name and _is_golden(name)]
     contents = _contents(root, [f"{revision}:{prefix}{name}" for name in wanted])
     return {
-        name: _GoldenText(where=f"{revision}:{name}", content=content)
+        name: (f"{revision}:{name}", content)
         for name, content in zip(wanted, contents, strict=True)
     }
 
 
-def _compare_sides(
-    old: Mapping[str, _GoldenText], new: Mapping[str, _GoldenText]
-) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
+def _compare_sides(old: _Side, new: _Side) -> tuple[tuple[FileDifference, ...], tuple[str, ...]]:
     """Return how goldens differ, file by file, and the problems of those that cannot be read.
 
     Files whose bytes are the same are not parsed; they count as unchanged.
@@ -153,8 +140,8 @@ def _compare_sides(
     problems: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
-        shown = name or (b or a or _GoldenText(where="", content=b"")).where
-        if a is not None and b is not None and a.content == b.content:
+        shown = name or (b or a or ("", b""))[0]
+        if a is not None and b is not None and a[1] == b[1]:
             found.append(FileDifference(path=shown, state=FileChange.UNCHANGED))
             continue
         (before, broken_before), (after, broken_after) = _parse(a), _parse(b)
@@ -165,14 +152,15 @@ def _compare_sides(
     return tuple(found), tuple(problems)
 
 
-def _parse(text: _GoldenText | None) -> tuple[Golden | None, str]:
-    """Return the golden of a text, or why there is none."""
-    if text is None:
+def _parse(file: tuple[str, bytes] | None) -> tuple[Golden | None, str]:
+    """Return the golden of a file of a side, or why there is none."""
+    if file is None:
         return None, ""
+    where, content = file
     try:
-        return parse_golden(text.content.decode("utf-8-sig"), text.where), ""
+        return parse_golden(content.decode("utf-8-sig"), where), ""
     except UnicodeDecodeError as error:
-        return None, f"{text.where}: not UTF-8 text, at byte {error.start}"
+        return None, f"{where}: not UTF-8 text, at byte {error.start}"
     except GoldenError as error:
         return None, str(error)
 

@@ -596,9 +596,10 @@ def _source_of(document: YamlDocument) -> MetricSource | None:
     Raises:
         CaseError: METRICS_FROM describes no place, or none that its case can use.
     """
-    keys, names = (document.value.get(key) for key in ("METRICS_FROM", "METRICS"))
-    if not isinstance(keys, dict):
+    found, names = (document.value.get(key) for key in ("METRICS_FROM", "METRICS"))
+    if not isinstance(found, dict):
         return None
+    keys = {key: str(value) for key, value in found.items()}
     where, problem = document.where(("METRICS_FROM",)), None
     try:
         source = parse_source(keys, tuple(map(str, names)) if isinstance(names, list) else ())

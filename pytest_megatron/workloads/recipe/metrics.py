@@ -174,13 +174,13 @@ class MetricSource:
         return self.form is not MetricFormat.TRAINER_STATE
 
 
-def parse_source(value: Mapping[str, object], names: tuple[str, ...]) -> MetricSource:
+def parse_source(value: Mapping[str, str], names: tuple[str, ...]) -> MetricSource:
     """Return the source that the keys of `MetricsFrom` describe.
 
     Raises:
         ValueError: They describe none; the text says what was expected.
     """
-    texts = {key: _text(value, key) for key in ("source", "path", "step", "pattern")}
+    texts = {key: value.get(key) for key in ("source", "path", "step", "pattern")}
     words = [form.value for form in MetricFormat]
     if texts["source"] not in words:
         problem = f"source is {texts['source']!r}, expected {one_of(str(texts['source']), words)}"
@@ -201,16 +201,6 @@ def parse_source(value: Mapping[str, object], names: tuple[str, ...]) -> MetricS
         step=None if is_printed else texts["step"],
         lines=_lines(str(texts["pattern"]), texts["step"]) if is_printed else None,
     )
-
-
-def _text(value: Mapping[str, object], key: str) -> str | None:
-    """Return a text of the mapping, None without it."""
-    text = value.get(key)
-    text = text.value if isinstance(text, MetricFormat) else text
-    if text is not None and not isinstance(text, str):
-        problem = f"{key} is {text!r}, expected a text"
-        raise ValueError(problem)
-    return text
 
 
 def _lines(pattern: str, step: str | None) -> LinePattern:

@@ -284,32 +284,18 @@ class _Maker:
 
     def plain(self, *, load: str | None = None) -> PhaseStart:
         """Return the start of a first, or only, phase."""
-        arguments, last = self._arguments(self._case.variant(1))
-        resume = self._resume()
-        save = () if resume is None else resume.words(resume.save, self._dirs.checkpoints)
-        return PhaseStart(
-            number=1,
-            name="phase 1",
-            variant=self._case.variant(1),
-            arguments=arguments,
-            words=(*self._stop(), *save),
-            load=load or self._load or str(self._dirs.no_checkpoint),
-            save=self._dirs.checkpoints,
-            last_iteration=last,
-        )
+        saved, resume = self._dirs.checkpoints, self._resume()
+        words = () if resume is None else resume.words(resume.save, saved)
+        start = self._start(1, self._case.variant(1), load=load, save=saved)
+        return replace(start, words=(*self._stop(), *words))
 
     def resumed(self) -> PhaseStart:
         """Return the start that goes on from half way of the first one, or as its case says."""
-        if (resume := self._resume()) is not None:
-            return self._resumed_by(resume)
-        iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
         saved = self._dirs.checkpoints
-        origin = Origin(checkpoints=saved, back_to=iters // 2, drop=iteration_name(iters))
-        return self._second(load=saved, save=saved, origin=origin)
-
-    def _resumed_by(self, resume: Resume) -> PhaseStart:
-        """Return the start that resumes as the row's `resume` says."""
-        saved = self._dirs.checkpoints
+        if (resume := self._resume()) is None:
+            iters = LIGHTWEIGHT_ITERS if self._is_lightweight else self._case.train_iters
+            origin = Origin(checkpoints=saved, back_to=iters // 2, drop=iteration_name(iters))
+            return self._second(load=saved, save=saved, origin=origin)
         drop = None if resume.drop is None else resume.drop.replace("{at}", str(resume.at))
         origin = Origin(checkpoints=saved, back_to=resume.at, drop=drop, is_own=True)
         second = self._second(load=saved, save=saved, origin=origin)
@@ -337,18 +323,9 @@ class _Maker:
 
     def consistent(self, number: int, variant: Variant) -> PhaseStart:
         """Return the start of one `MODEL_ARGS*` key, with checkpoints of its own."""
-        arguments, last = self._arguments(variant)
         save = self._dirs.phase(number).root / "checkpoints"
-        return PhaseStart(
-            number=number,
-            name=variant.key,
-            variant=variant,
-            arguments=arguments,
-            load=self._load or str(self._dirs.no_checkpoint),
-            save=save,
-            last_iteration=last,
-            saves=save,
-        )
+        start = self._start(number, variant, load=None, save=save)
+        return replace(start, name=variant.key, saves=save)
 
     def windows(self) -> tuple[PhaseStart, ...]:
         """Return every window that a release may take; each goes on where the last one saved."""
@@ -366,7 +343,7 @@ class _Maker:
                 name=f"window {number}",
                 variant=variant,
                 arguments=arguments,
-                load=self._load or str(saved) if number == 1 else str(saved),
+                load=(self._load if number == 1 else None) or str(saved),
                 save=saved,
                 last_iteration=None,
             )
@@ -390,18 +367,22 @@ class _Maker:
 
     def _second(self, *, load: Path, save: Path, origin: Origin) -> PhaseStart:
         """Return the start of a phase that resumes."""
-        variant = self._case.variant(2)
-        arguments, last = self._arguments(variant)
+        start = self._start(2, self._case.variant(2), load=str(load), save=save)
+        last = start.last_iteration
         if self._is_lightweight and last is not None and origin.view is not None:
             last = (origin.back_to // LIGHTWEIGHT_ITERS + 1) * LIGHTWEIGHT_ITERS
+        return replace(start, origin=origin, last_iteration=last)
+
+    def _start(self, number: int, variant: Variant, *, load: str | None, save: Path) -> PhaseStart:
+        """Return a start; one that is to load nothing loads what the row names, if it does."""
+        arguments, last = self._arguments(variant)
         return PhaseStart(
-            number=2,
-            name="phase 2",
+            number=number,
+            name=f"phase {number}",
             variant=variant,
             arguments=arguments,
-            load=str(load),
+            load=load or self._load or str(self._dirs.no_checkpoint),
             save=save,
-            origin=origin,
             last_iteration=last,
         )
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from pytest_megatron.workloads.recipe.model import DRIVER
 
@@ -117,40 +117,6 @@ def _statements(text: str) -> list[_Statement]:
     return [one for one in found if one.words or one.operators]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DriverCall:
-    """What a script hands to the driver.
-
-    Attributes:
-        arguments: Key to line, from 0, and value, as the driver takes them.
-        env: Variables that the script exports, likewise.
-        unset: Variables that it removes.
-        directory: Where it calls the driver; the checkout is `CODE`.
-        removed: Directories that it removes afterwards.
-        unknown: Line and text of the first statement that only bash can run, or None.
-    """
-
-    arguments: Mapping[str, tuple[int, str]]
-    env: Mapping[str, tuple[int, str]]
-    unset: frozenset[str]
-    directory: str
-    removed: tuple[str, ...] = ()
-    unknown: tuple[int, str] | None = None
-
-
-def read_script(text: str, env: Mapping[str, str]) -> DriverCall:
-    """Read a script, its placeholders filled in, that calls the driver.
-
-    Args:
-        text: The script.
-        env: The environment in which it would run.
-
-    Raises:
-        ScriptError: It cannot be read, calls the driver twice, or hands a command's output to it.
-    """
-    return _Reader(text, env).read()
-
-
 class _UnknownError(Exception):
     """A statement is none that has a meaning here."""
 
@@ -159,22 +125,44 @@ _CONTROL = ("case", "do", "for", "function", "if", "select", "until", "while", "
 _PURE = re.compile(r"[$`(]*\s*(?:basename|date|dirname|echo|hostname|pwd)\b[^;&<>`]*[)`]").fullmatch
 
 
-class _Reader:
-    """Follows the statements of one script."""
+class DriverCall:
+    """What a script hands to the driver, found by following its statements.
+
+    Attributes:
+        arguments: Key to line, from 0, and value, as the driver takes them; none of a call that
+            only bash can make.
+        env: Variables that the script exports before the call, likewise.
+        unset: Variables that it removes before.
+        directory: Where it calls the driver; the checkout is `CODE`.
+        removed: Directories that it removes afterwards.
+        unknown: Line and text of the first statement that only bash can run, or None.
+    """
 
     def __init__(self, text: str, env: Mapping[str, str]) -> None:
-        self._lines = text.splitlines()
-        self._statements = _statements(text)
-        self._env = env
+        """Read a script, its placeholders filled in, that calls the driver.
+
+        Args:
+            text: The script.
+            env: The environment in which it would run.
+
+        Raises:
+            ScriptError: It cannot be read, calls the driver twice, or hands a command's output to
+                it.
+        """
+        self.arguments: dict[str, tuple[int, str]] = {}
+        self.env: dict[str, tuple[int, str]] = {}
+        self.unset: frozenset[str] = frozenset()
+        self.directory = CODE
+        self.removed: list[str] = []
+        self.unknown: tuple[int, str] | None = None
+        self._is_called = False
+        self._environment = env
         self._variables: dict[str, str] = {}
         self._arrays: dict[str, list[tuple[int, str]]] = {}
         self._exported: dict[str, tuple[int, str]] = {}
         self._unset: set[str] = set()
-        self._removed: list[str] = []
-        self._directory = CODE
+        self._here = CODE
         self._is_strict = False  # `set -u`
-        self._unknown: tuple[int, str] | None = None
-        self._call: DriverCall | None = None
         self._known: dict[str, Callable[[Sequence[str], int], None]] = {
             **dict.fromkeys((":", "echo", "ls", "pwd", "true"), self._take_echo),
             "cd": self._take_cd,
@@ -184,28 +172,24 @@ class _Reader:
             "set": self._take_set,
             "unset": self._take_unset,
         }
+        self._read(_statements(text), text.splitlines())
 
-    def read(self) -> DriverCall:
-        """Return the call; one without arguments if only bash can make it."""
-        has_control = any(self._is_control(one) for one in self._statements)
-        calls = [one for one in self._statements if self._calls_driver(one)]
+    def _read(self, statements: Sequence[_Statement], lines: Sequence[str]) -> None:
+        """Follow the statements."""
+        has_control = any(self._is_control(one) for one in statements)
+        calls = [one for one in statements if self._calls_driver(one)]
         if len(calls) > 1 and not has_control:
             raise ScriptError(
                 calls[1].line,
                 "calls the driver a second time, expected one call; give each a recipe of its own",
             )
-        for one in self._statements:
+        for one in statements:
             try:
                 self._take(one)
             except _UnknownError:
-                self._unknown = self._unknown or (one.line, self._lines[one.line].strip())
-        call = self._call or DriverCall(
-            arguments={}, env={}, unset=frozenset(), directory=self._directory
-        )
-        unknown = self._unknown
-        if self._call is None and unknown is None:
-            unknown = (0, f"no plain call of {DRIVER}")
-        return replace(call, removed=tuple(self._removed), unknown=unknown)
+                self.unknown = self.unknown or (one.line, lines[one.line].strip())
+        if not self._is_called:
+            self.unknown = self.unknown or (0, f"no plain call of {DRIVER}")
 
     def _is_control(self, statement: _Statement) -> bool:
         first = statement.words[0][1] if statement.words else ""
@@ -246,8 +230,8 @@ class _Reader:
         named = _NAMED(word)
         if named is None or word[named.end() :].startswith("~"):
             raise _UnknownError
-        is_new = named[1] not in self._variables and named[1] not in self._env
-        if self._arrays and self._call is None and not is_new:
+        is_new = named[1] not in self._variables and named[1] not in self._environment
+        if self._arrays and not self._is_called and not is_new:
             raise _UnknownError  # the array was filled with the value before
         value = self._value(word[named.end() :], line)
         if named[1] in self._exported:
@@ -260,7 +244,7 @@ class _Reader:
             name = self._assign(word, line) if _NAMED(word) else word
             if name.startswith("-"):
                 raise _UnknownError
-            value = self._variables.get(name, self._env.get(name, ""))
+            value = self._variables.get(name, self._environment.get(name, ""))
             if _STATUS in value or _COMPUTED in value or OWN in value:
                 raise _UnknownError
             self._exported[name] = line, value
@@ -285,29 +269,29 @@ class _Reader:
     def _take_cd(self, words: Sequence[str], line: int) -> None:
         if len(words) != 1 or (path := self._value(words[0], line)).startswith(("-", "~")):
             raise _UnknownError
-        self._directory = posixpath.normpath(posixpath.join(self._directory, path))
+        self._here = posixpath.normpath(posixpath.join(self._here, path))
 
     def _take_exit(self, words: Sequence[str], line: int) -> None:
         is_of_driver = len(words) == 1 and self._value(words[0], line) == _STATUS
-        if self._call is None or not is_of_driver:
+        if not self._is_called or not is_of_driver:
             raise _UnknownError
 
     def _take_rm(self, words: Sequence[str], line: int) -> None:
-        home = self._env.get("HOME", "")
+        home = self._environment.get("HOME", "")
         for word in words:
             path = self._value(word, line)
             if path.startswith("-") or path == f"{home}/.netrc":
                 continue
-            if self._call is None or not path.startswith("/"):
+            if not self._is_called or not path.startswith("/"):
                 raise _UnknownError
-            self._removed.append(path)
+            self.removed.append(path)
 
     def _take_call(self, statement: _Statement, words: Sequence[tuple[int, str]]) -> None:
         """Follow `NAME=value bash .../run_ci_test.sh ${ARGUMENTS[@]}`."""
         names = [word.strip("\"'") for _, word in words]
         at = next(i for i, name in enumerate(names) if name.endswith(DRIVER))
         before = [i for i in range(at) if not _NAMED(names[i])]
-        place = posixpath.normpath(posixpath.join(self._directory, names[at]))
+        place = posixpath.normpath(posixpath.join(self._here, names[at]))
         if statement.operators or [names[i] for i in before] not in ([], ["bash"]):
             raise _UnknownError
         if place != f"{CODE}/{DRIVER}" or any(i != at - 1 for i in before):
@@ -322,12 +306,8 @@ class _Reader:
             given = [(line, word)] if array is None else self._arrays.get(array[1], [])
             for inner_line, inner in given:
                 self._add_argument(found, inner_line, inner)
-        self._call = DriverCall(
-            arguments=found,
-            env=env,
-            unset=frozenset(self._unset),
-            directory=self._directory,
-        )
+        self.arguments, self.env, self.unset = found, env, frozenset(self._unset)
+        self.directory, self._is_called = self._here, True
 
     def _add_argument(self, found: dict[str, tuple[int, str]], line: int, word: str) -> None:
         """Add a word of the driver's, as it takes it: without a layer of quotes."""
@@ -381,7 +361,7 @@ class _Reader:
         if name in ("$", "?"):
             return OWN if name == "$" else _STATUS
         is_known = name not in self._unset
-        value = self._variables.get(name, self._env.get(name) if is_known else None)
+        value = self._variables.get(name, self._environment.get(name) if is_known else None)
         if not value and default is not None:
             value = default.replace("$$", OWN)
             if part["operator"] == "=":

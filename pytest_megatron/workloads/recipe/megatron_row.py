@@ -29,7 +29,6 @@ from pytest_megatron.workloads.recipe.driver_script import (
     OWN,
     DriverCall,
     ScriptError,
-    read_script,
 )
 from pytest_megatron.workloads.recipe.model import OfDriver, RowError, Workload, fill_in
 
@@ -154,7 +153,7 @@ class _Native:
                 text = with_paths(
                     fill_in(row.script, _PlaceholderMarks()), {str(root.absolute()): CODE}
                 )
-                calls[row.script] = read_script(text, env)
+                calls[row.script] = DriverCall(text, env)
         except ScriptError as error:
             raise self._error(error.line, str(error)) from None
         except RowError as error:

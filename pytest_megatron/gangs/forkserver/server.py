@@ -215,6 +215,8 @@ class Agent:
         senders = [c for c in self._children.values() if c.is_alive and c.channel.fileno() in ready]
         for child in senders:
             child.read()
+        if not any(child.frames for child in senders):
+            self._num_relayed = 0
         self._collect()
         for child in senders:
             self._pass_on(child)

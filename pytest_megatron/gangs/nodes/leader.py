@@ -82,7 +82,7 @@ class Leader:
         self._channels: dict[int, Channel] = {}  # to the sessions of other nodes
         listener = _listen(options)
         self._endpoint = listener.address
-        supervisor.listen(listener, self._on_register, self._on_wrong_key)
+        supervisor.calls.listen(listener, self._on_register, self._on_wrong_key)
 
     def wait(self) -> None:
         """Wait until every node has joined.
@@ -153,10 +153,10 @@ class Leader:
         if is_taken or node_rank >= self._welcome.num_nodes:
             text = f"--node-rank: {node_rank} is taken or too large; give each node one of its own"
             channel.send(SessionEnded(exit_code=pytest.ExitCode.USAGE_ERROR, text=text))
-            self._supervisor.drop(channel)
+            self._supervisor.calls.drop(channel)
             return
         self._channels[node_rank] = channel
-        self._supervisor.read(channel, lambda: self._read(node_rank, channel))
+        self._supervisor.calls.read(channel, lambda: self._read(node_rank, channel))
         channel.send(self._welcome)
 
     def _read(self, node_rank: int, channel: Channel) -> None:
@@ -169,6 +169,7 @@ class Leader:
         if channel.is_closed:
             del self._channels[node_rank]
             self._joined.pop(node_rank, None)
+            self._supervisor.calls.drop(channel)
 
     def _is_there(self, node_rank: int) -> bool:
         return node_rank in self._joined and self._supervisor.agents.has(node_rank)

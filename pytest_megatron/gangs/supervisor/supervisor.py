@@ -13,7 +13,7 @@ from typing import TypeAlias, assert_never
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import with_store
-from pytest_megatron.gangs.ipc.channel import OWN, Channel, Frame, Listener
+from pytest_megatron.gangs.ipc.channel import OWN, Channel, Frame
 from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
@@ -48,7 +48,6 @@ from pytest_megatron.gangs.spec import (
 from pytest_megatron.gangs.supervisor.connections import (
     Agents,
     Calls,
-    OnRegister,
     Peer,
     RankCollectors,
 )
@@ -191,6 +190,7 @@ class Supervisor:
     """Starts gangs on agents and carries out what their lifecycles decide.
 
     Attributes:
+        calls: All connections.
         agents: Agents of nodes.
         collectors: Agents of single ranks.
     """
@@ -201,7 +201,7 @@ class Supervisor:
         Args:
             on_debugger: Called with messages of a rank's debugger.
         """
-        self._calls = Calls()
+        self.calls = Calls()
         self._on_debugger = on_debugger
         self.agents = Agents()
         self.collectors = RankCollectors(self.agents)
@@ -209,27 +209,6 @@ class Supervisor:
         self._gangs: dict[int, Gang] = {}
         self._has_news = False
         self._stopped_s = 0.0
-
-    def listen(
-        self, listener: Listener, on_register: OnRegister, on_wrong_key: Callable[[], None]
-    ) -> None:
-        """Accept connections of other nodes; see `Calls.listen`."""
-        self._calls.listen(listener, on_register, on_wrong_key)
-
-    def read(self, channel: Channel, handle: Callable[[], None]) -> None:
-        """Call `handle` whenever a channel is readable, until it is closed."""
-
-        def take() -> None:
-            self._has_news = True
-            handle()
-            if channel.is_closed:
-                self.drop(channel)
-
-        self._calls.read(channel, take)
-
-    def drop(self, channel: Channel) -> None:
-        """Close a connection."""
-        self._calls.drop(channel)
 
     def connect(self, channel: Channel, node_rank: int = 0, frames: Sequence[Frame] = ()) -> None:
         """Read from now on what the agent of a node sends, also before it is ready.
@@ -240,9 +219,7 @@ class Supervisor:
             frames: What it has sent.
         """
         self._channels.append(channel)
-        self._calls.read(
-            channel, lambda: self._on_agent(channel, channel.drain_frames(), node_rank)
-        )
+        self.calls.read(channel, lambda: self._on_agent(channel, channel.drain_frames(), node_rank))
         self._on_agent(channel, frames, node_rank)
 
     def start(self, gang: Gang) -> None:
@@ -306,9 +283,9 @@ class Supervisor:
         until = self._now() + timeout_s
         while not self._has_news:
             wait_s = min([until, *self._deadlines()]) - self._now()
-            has_read = self._calls.take(wait_s)
-            if self._calls.late_s > _LATE_S:
-                self._stopped_s += self._calls.late_s
+            has_read = self.calls.take(wait_s)
+            if self.calls.late_s > _LATE_S:
+                self._stopped_s += self.calls.late_s
             if not has_read or wait_s <= 0:
                 self._look_at_clock()
                 if self._now() >= until:
@@ -339,12 +316,12 @@ class Supervisor:
         """Close all connections; agents kill the processes that are left."""
         self._gangs.clear()
         for channel in self._channels:
-            self._calls.drop(channel)
-        self._calls.stop()
+            self.calls.drop(channel)
+        self.calls.stop()
 
     def forget(self) -> None:
         """Close the descriptors in a forked child; the parent keeps its own."""
-        self._calls.forget()
+        self.calls.forget()
 
     def start_without_ranks(self, gang: Gang) -> None:
         """Add a gang that has no processes, and take all its ranks for ready.
@@ -375,7 +352,7 @@ class Supervisor:
 
     def _lose_agent(self, source: Channel) -> None:
         """Record that the agent of a node is gone, and its ranks with it."""
-        self._calls.drop(source)
+        self.calls.drop(source)
         self._channels.remove(source)
         self.agents.lose(source)
         self._lose_holders(lambda agent: agent.node is source)

@@ -13,9 +13,10 @@ import yaml
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.layout import AttemptDirs, PhaseDirs
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.engine.records import JobRecord, write_record
 from pytest_megatron.workloads.training.plan.plan import PhasePlan
-from pytest_megatron.workloads.training.run.runner import End, PhaseEnd
+from pytest_megatron.workloads.training.run.runner import PhaseEnd
 from simulated.cluster import Fate, State
 
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"

@@ -13,7 +13,7 @@ from pytest_megatron.runs.headline import make_headline
 from pytest_megatron.runs.record import RecordedDiagnosis, RecordedEvidence
 from pytest_megatron.triage.logs.lines import parse_iteration
 from pytest_megatron.triage.logs.scan import line_number
-from pytest_megatron.triage.rank_log import LaunchEnd, LogLine, RankLog, Root
+from pytest_megatron.triage.rank_log import End, LogLine, RankLog, Root
 from pytest_megatron.triage.signatures import RetryAdvice, Signature
 
 # Where in a training a frame is; the first that some frame matches, innermost frame first. Only
@@ -209,7 +209,7 @@ def _when(rank_log: RankLog, iteration: tuple[int, int | None] | None) -> str:
         when = f"after iteration {iteration[0]}{last}"
     elif known.far is not None:
         when = f"after {known.far}"
-    is_silent = known.ended is LaunchEnd.TIME_LIMIT and known.quiet_s >= _QUIET_S
+    is_silent = known.ended is End.TIME_LIMIT and known.quiet_s >= _QUIET_S
     return f"{when}, nothing logged for {known.quiet_s:.0f} s" if is_silent else when
 
 

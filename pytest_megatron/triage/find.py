@@ -36,7 +36,7 @@ from pytest_megatron.runs.record import (
     read_if_whole,
 )
 from pytest_megatron.triage.logs.flight_recorder import is_flight_name, rank_of
-from pytest_megatron.triage.rank_log import Known, LaunchEnd, LogFile, LogLine, Root, Stream, Unit
+from pytest_megatron.triage.rank_log import End, Known, LogFile, LogLine, Root, Stream, Unit
 from pytest_megatron.triage.signatures import Table
 
 _MOST_ABOVE = 6
@@ -130,7 +130,7 @@ def known_of(unit: Unit) -> Known:
     number = _phase_number(unit.root, attempt)
     diagnosed = _diagnosed(attempt, number)
     if diagnosed is not None:
-        ended = next((end for end in LaunchEnd if end.value == diagnosed.ended), None)
+        ended = next((end for end in End if end.value == diagnosed.ended), None)
         return replace(
             known, returncode=diagnosed.returncode, ended=ended, outlived=diagnosed.outlived
         )

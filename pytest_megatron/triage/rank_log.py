@@ -54,14 +54,17 @@ class LogFile:
         return number + (self.shifts[index - 1][1] if index else 0)
 
 
-class LaunchEnd(Enum):
-    """End of a launch, where the launching program knows it."""
+class End(Enum):
+    """Reason for the end of a launch, where who started it knows."""
 
-    EXITED = "exited"
-    TIME_LIMIT = "time limit"
-    HUNG_COLLECTIVE = "hung collective"
-    STOPPED = "stopped early"  # since a loss was not finite
-    NOT_EXITED = "not exited"  # after all its work
+    EXITED = "exited"  # by itself, well or not
+    TIME_LIMIT = "time limit"  # stopped by us
+    HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
+    NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
+    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
+    SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
+    STOPPED = "stopped early"  # by us, since a loss is not finite
+    NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,7 @@ class Known:
 
     program: str | None = None
     returncode: int | None = None
-    ended: LaunchEnd | None = None
+    ended: End | None = None
     limit_s: float | None = None
     iteration: tuple[int, int | None] | None = None
     far: str | None = None

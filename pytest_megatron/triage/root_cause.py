@@ -18,9 +18,9 @@ from pytest_megatron.runs.headline import where_ranks_were
 from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.logs.exits import how_it_ended
 from pytest_megatron.triage.rank_log import (
+    End,
     Event,
     Fatal,
-    LaunchEnd,
     LogLine,
     RankLog,
     RankStory,
@@ -263,7 +263,7 @@ def _collectives(hurt: dict[int, RankStory]) -> tuple[str, ...]:
 
 TIE_S = 2.0  # stamps have whole seconds, and clocks of nodes differ
 _NOT_THE_CAUSE = ("SIGTERM", "exit code 0")
-_ENDED_BY_US = frozenset(LaunchEnd) - {LaunchEnd.EXITED}
+_ENDED_BY_US = (End.TIME_LIMIT, End.HUNG_COLLECTIVE, End.STOPPED, End.NOT_EXITED)
 _FROM_OUTSIDE = ("SIGABRT", "SIGINT", "SIGKILL", "SIGQUIT")  # where it ended every rank
 _SPEAKS_FIRST = ("SIGABRT",)  # what a process does to itself after it said why
 
@@ -315,21 +315,21 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
         guilty = next((_root_of(c, odd) for c in candidates if c.story.rank == odd[0]), root)
         root = replace(guilty, ranks=odd, is_all=False, what="called another collective")
     launcher = _candidate(rank_log.launcher, table)
-    is_ended = rank_log.unit.known.ended in (None, LaunchEnd.EXITED)
+    is_ended = rank_log.unit.known.ended not in _ENDED_BY_US
     if root is None and launcher is not None and is_ended and launcher.is_own_mistake:
         root = _root_of(launcher, ())
     limit = next((e for e in _events(rank_log) if _is_limit_after(e, root)), None)
-    is_done = root is None and rank_log.unit.known.ended is LaunchEnd.NOT_EXITED
+    is_done = root is None and rank_log.unit.known.ended is End.NOT_EXITED
     explained = None if limit is not None or is_done else _explained(rank_log, root)
     if explained is not None or is_done:
         return explained
     if root is not None and (is_stopped or limit is not None):
         root = _stayed(root, rank_log, limit)
-    if root is not None or rank_log.unit.known.ended is LaunchEnd.STOPPED:
+    if root is not None or rank_log.unit.known.ended is End.STOPPED:
         return root or _line(rank_log)
-    if rank_log.unit.known.ended is LaunchEnd.TIME_LIMIT:
+    if rank_log.unit.known.ended is End.TIME_LIMIT:
         return _time_limit(rank_log, table)
-    if launcher is not None and rank_log.unit.known.ended is not LaunchEnd.HUNG_COLLECTIVE:
+    if launcher is not None and rank_log.unit.known.ended is not End.HUNG_COLLECTIVE:
         return _root_of(launcher, ())
     waiting = _lone_root(rank_log) or find_absent(rank_log, table)
     if waiting is not None:

@@ -24,12 +24,12 @@ from pytest_megatron.runs.record import (
 )
 from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.session.state import NOTE_PREFIX, RunSession
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.golden.compare.result import name_unjudged, render, render_layers
 from pytest_megatron.workloads.golden.model import MetricMap, is_loss
 from pytest_megatron.workloads.training.plan.plan import ONLY_PHASE, AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
-    End,
     Progress,
     parse_progress,
 )

@@ -32,7 +32,7 @@ from pytest_megatron.triage.diagnosis import Diagnosis
 from pytest_megatron.triage.find import find_units
 from pytest_megatron.triage.logs.lines import is_noise
 from pytest_megatron.triage.logs.traceback import frame_of, innermost
-from pytest_megatron.triage.rank_log import Known, LaunchEnd, Unit
+from pytest_megatron.triage.rank_log import End, Known, Unit
 from pytest_megatron.triage.signatures import (
     Signature,
     Table,
@@ -58,16 +58,9 @@ from pytest_megatron.workloads.golden.model import (
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
 from pytest_megatron.workloads.training.plan.phases import Target
-from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, tail, traceback_at
+from pytest_megatron.workloads.training.run.runner import PhaseEnd, tail, traceback_at
 
 _PROGRAM = "the program"
-_ENDED = {
-    End.EXITED: LaunchEnd.EXITED,
-    End.TIME_LIMIT: LaunchEnd.TIME_LIMIT,
-    End.HUNG_COLLECTIVE: LaunchEnd.HUNG_COLLECTIVE,
-    End.STOPPED: LaunchEnd.STOPPED,
-    End.NOT_EXITED: LaunchEnd.NOT_EXITED,
-}
 
 
 def diagnose_phase(
@@ -85,7 +78,7 @@ def diagnose_phase(
     known = Known(
         program=_program(end),
         returncode=end.returncode,
-        ended=_ENDED.get(end.end),
+        ended=end.end,
         limit_s=time_limit_s,
         iteration=None if at is None else (at.iteration, at.last),
         far=None if progress is None else progress.text,

@@ -26,6 +26,7 @@ from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.record import RecordedHealthFile, to_json
 from pytest_megatron.runs.redact import Redactor, redact_tree
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.workloads.engine.api import (
     Engine,
@@ -43,7 +44,6 @@ from pytest_megatron.workloads.training.plan.phases import iteration_name
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan
 from pytest_megatron.workloads.training.run.runner import (
     AttemptListener,
-    End,
     ForwardingListener,
     PhaseEnd,
 )

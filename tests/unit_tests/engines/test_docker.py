@@ -27,6 +27,7 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import AttemptDirs
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.engine.api import (
     EngineContext,
     Planned,
@@ -36,7 +37,7 @@ from pytest_megatron.workloads.engine.api import (
 )
 from pytest_megatron.workloads.engine.api import TroubleKind as Kind
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
-from pytest_megatron.workloads.training.run.runner import AttemptListener, End, Progress
+from pytest_megatron.workloads.training.run.runner import AttemptListener, Progress
 from pytest_megatron.workloads.verdict.driver import FiniteLosses
 
 pytestmark = pytest.mark.nightly

@@ -20,6 +20,7 @@ import pytest
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.runs.record import RecordedDiagnosis
 from pytest_megatron.triage.api import triage
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.engine.api import TroubleKind
 from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.workloads.recipe.case import Launcher
@@ -30,7 +31,6 @@ from pytest_megatron.workloads.training.plan.plan import (
     start_words,
     started,
 )
-from pytest_megatron.workloads.training.run.runner import End
 
 pytestmark = pytest.mark.nightly
 

@@ -18,6 +18,7 @@ from worker_engine import AlwaysAgain, Silent, WorkerEngine
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.engine.api import EngineContext, TroubleKind
 from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
@@ -25,7 +26,6 @@ from pytest_megatron.workloads.golden.store import golden_path, read_golden
 from pytest_megatron.workloads.recipe.case import case_path, read_case
 from pytest_megatron.workloads.recipe.load import load_recipe
 from pytest_megatron.workloads.training.plan.plan import Setting, started
-from pytest_megatron.workloads.training.run.runner import End
 from pytest_megatron.workloads.verdict.attempt import Verdict
 from pytest_megatron.workloads.verdict.compare import judge
 from pytest_megatron.workloads.verdict.driver import train

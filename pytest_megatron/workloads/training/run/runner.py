@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from pathlib import Path
 from typing import Protocol, TypeAlias
 
@@ -31,6 +30,7 @@ from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.triage.logs.lines import is_noise
 from pytest_megatron.triage.logs.lines import parse_progress as parse_steps
 from pytest_megatron.triage.logs.traceback import HEADER, MOST_LINES_AFTER
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.golden.collect import (
     Collector,
     newest,
@@ -376,19 +376,6 @@ class ForwardingListener:
 
     on_lines: Callable[[list[str]], None] = _ignore
     on_progress: Callable[[str, Progress], None] = _ignore
-
-
-class End(Enum):
-    """Reason for the end of a phase."""
-
-    EXITED = "exited"  # by itself, well or not
-    TIME_LIMIT = "time limit"  # stopped by us
-    HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
-    NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
-    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
-    SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
-    STOPPED = "stopped early"  # by us, since a loss is not finite
-    NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.runs.layout import PhaseDirs
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.golden.model import Series, series_of
 from pytest_megatron.workloads.training.plan.plan import PhasePlan
-from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workloads.training.run.runner import PhaseEnd, Progress
 from pytest_megatron.workloads.verdict.attempt import (
     FailureCause,
     _innermost,

@@ -11,9 +11,10 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import ProjectConfig
+from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.plan import Setting
-from pytest_megatron.workloads.training.run.runner import End, PhaseEnd, Progress
+from pytest_megatron.workloads.training.run.runner import PhaseEnd, Progress
 from pytest_megatron.workloads.verdict.driver import FiniteLosses
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
 

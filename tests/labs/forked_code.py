@@ -99,7 +99,7 @@ def start(address: str, order: Order, descriptors: Sequence[int]) -> ForkedCode:
         OSError: The forker is gone.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.connect(address)
+    connection.connect(address.replace("@", "\0"))
     content = os.memfd_create("order")
     with os.fdopen(os.dup(content), "wb") as file:
         file.write(json.dumps(asdict(order)).encode())
@@ -117,7 +117,7 @@ def start_forker(
     """Start the program; return it and its `sys.path`, without the folder of this file.
 
     Args:
-        address: Where it listens.
+        address: Where it listens: `@` and a name that no file has, as a path may be too long.
         modules: What it imports.
         env: All variables.
     """
@@ -144,7 +144,7 @@ def main(address: str, modules: Sequence[str]) -> None:
     gc.collect()
     gc.freeze()  # keep present objects shared with the forks
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(address)
+    listener.bind(address.replace("@", "\0"))
     listener.listen(64)
     os.write(1, json.dumps(sys.path).encode() + b"\n")
     taken = _Forker(listener).serve()

@@ -78,12 +78,11 @@ def _prefix_of(program: Path) -> str:
     python = shlex.split(head[2:].decode()) if head.startswith(b"#!") else [str(program)]
     if not any("python" in word for word in python):
         return sys.prefix
-    shown = subprocess.run(
-        [*python, "-c", "import sys; print(sys.prefix)"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    asked = [*python, "-c", "import sys; print(sys.prefix)"]
+    try:
+        shown = subprocess.run(asked, capture_output=True, text=True, check=False)
+    except OSError:  # the program does not start either, and says so itself
+        return sys.prefix
     return shown.stdout.strip()
 
 

@@ -199,7 +199,7 @@ def test_an_end_is_seen_before_the_time_is_over_though_a_signal_took_all_of_it(
 
     before = signal.signal(signal.SIGALRM, let_it_end)
     try:
-        with start(tmp_path, "sh", "-c", f"until [ -e {go} ]; do sleep 0.01; done; exit 3") as it:
+        with start(tmp_path, "sh", "-c", f"until [ -e '{go}' ]; do sleep 0.01; done; exit 3") as it:
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             ended = it.poll(0.5)
             assert ended is not None

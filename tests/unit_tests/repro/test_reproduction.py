@@ -6,6 +6,7 @@ No step of it needs paths of the first machine, or ports or directories that two
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -136,7 +137,7 @@ def test_the_lines_to_do_it_by_hand_are_printed(artifact: tuple[Path, Path]) -> 
     results = list((checkout / ".pytest_megatron/repro").rglob("run"))
     done = repro(checkout, str(packed), "dies", "--print", "--ranks", "3")
     first, second = done.stdout.splitlines()
-    assert (done.exit_code, first) == (0, f"cd {checkout}")
+    assert (done.exit_code, first) == (0, f"cd {shlex.quote(str(checkout))}")
     assert second.startswith("NCCL_ALGO=Ring PYTHONHASHSEED=7 ")
     words = "--megatron-ranks 3 --megatron-device cpu --megatron-rank-timeout 2"
     assert f" {words} -o megatron_rank_grace=1 " in second

@@ -7,20 +7,19 @@ ends; its ranks are forked from what is loaded as well.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import functools
 import importlib.metadata
 import os
 import re
 import select
-import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,11 +72,9 @@ class _Forker:
 def _start() -> _Forker:
     """Start the process."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("COV_")}
-    place = tempfile.mkdtemp()
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
     plugins = importlib.metadata.entry_points(group="pytest11")
     modules = [*LOADED, *(p.module for p in plugins if p.name not in _KEEPS_PATH)]
-    address = str(Path(place, "forker"))
+    address = f"@forked-sessions-{uuid.uuid4()}"
     process, path = start_forker(address, modules, {**HARMLESS_ENV, **env})
     process.returncode = 0  # it ends with this process
     return _Forker(address, env, path, process)

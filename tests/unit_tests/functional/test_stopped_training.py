@@ -5,9 +5,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import pytest
 from tiny_project import Project
 
 from pytest_megatron.base.files import JsonValue
+
+pytestmark = pytest.mark.nightly
 
 PROGRAMS = Path(__file__).resolve().parents[2] / "functional_tests"
 ITERS = 5_000  # a minute or two

@@ -7,7 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from tiny_project import Project
+
+pytestmark = pytest.mark.nightly
 
 GUEST = Path(__file__).parents[1] / "guests" / "fake_layout.py"
 MAIN = [sys.executable, "-c", "from pytest_megatron.cli import main; main()"]
@@ -20,6 +23,7 @@ def layout(directory: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.everyday
 def test_a_message_that_is_never_sent_is_found_at_64_ranks(tmp_path: Path) -> None:
     words = ("--fake-ranks", "0,32", "-n", "64", str(GUEST), "--fault")
     code, text = layout(tmp_path / "bad", *words, "unsent")
@@ -87,6 +91,7 @@ def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -
     assert not (tmp_path / ".pytest_megatron" / "history.jsonl").exists()
 
 
+@pytest.mark.everyday
 def test_a_choice_that_names_no_ranks_is_refused(tmp_path: Path) -> None:
     command = [*MAIN, "layout", "-n", "4", "--fake-ranks", "abc", str(GUEST)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)

@@ -18,7 +18,7 @@ from pytest_megatron.trace.equivalence import TraceComparison
 from pytest_megatron.trace.files import TraceLayout, rank_files, read_header
 from pytest_megatron.trace.settings import TraceSettings
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 _GUESTS = Path(__file__).parents[1] / "guests"
 _FLAT = ("--flatten", "loss")

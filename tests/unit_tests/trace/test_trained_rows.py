@@ -16,6 +16,8 @@ from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.command import command
 
+pytestmark = pytest.mark.nightly
+
 PROGRAM = Path(__file__).parents[1] / "guests" / "two_layers.py"
 METRICS: dict[str, JsonValue] = {"METRICS": ["lm loss"]}
 
@@ -65,6 +67,7 @@ def test_a_training_that_differs_from_itself_is_named_at_its_tensor(
     assert found["traces"][0]["text"] == f"different: {row('gradient')}, phase 1: {text}"
 
 
+@pytest.mark.everyday
 def test_a_repetition_finds_what_the_seed_of_hash_decides(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

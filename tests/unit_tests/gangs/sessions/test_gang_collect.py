@@ -64,7 +64,7 @@ def test_ranks_collect_while_the_controller_does_so(suite: Suite, tmp_path: Path
     notes.mkdir()
     run = suite.run("-v", "--ranks=2", env={"NOTES": str(notes)})
     assert (run.words, run.returncode) == (OUTCOMES, 1), run.stdout
-    assert re.search(r"every rank collects for itself: RANK in \S*conftest.py:8\n", run.stdout)
+    assert re.search(r"every rank collects for itself: RANK in .*conftest.py:8\n", run.stdout)
     failed = suite.run(
         "-v", "--ranks=2", *COLLECT, "--lf", "-k", "fails or skipped", "test_some.py"
     )

@@ -170,6 +170,7 @@ def test_a_metric_that_ends_early_is_left_out_and_variables_are_kept(project: Pa
     assert "names: [Loss]\n" in row
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("visible", "seen", "said", "kept"),
     [
@@ -192,6 +193,7 @@ def test_by_hand_a_command_has_the_gpus_of_its_row(
     assert "  platforms: dgx_h100\n" in row
 
 
+@pytest.mark.nightly
 def test_ranks_that_print_have_to_agree(project: Path) -> None:
     launch = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
     done = record(project, "--", *launch, "loop.py", "ranks", "own", "--max_steps=12")
@@ -232,6 +234,7 @@ def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> Non
     assert sorted(path.name for path in project.iterdir()) == [".git", "loop.py"]
 
 
+@pytest.mark.nightly
 def test_a_row_that_differs_from_a_command_that_repeats_is_told(project: Path) -> None:
     done = record(project, "--", "python", "loop.py", "elsewhere")
     assert done.returncode == 1
@@ -417,6 +420,7 @@ def test_a_variable_that_no_row_can_hold_is_refused(
     assert (done.returncode, problem in done.stderr, "running" in done.stdout) == (2, True, False)
 
 
+@pytest.mark.nightly
 def test_a_refused_golden_is_accepted_by_its_reason_alone(project: Path) -> None:
     commit = ["git", "-c", "user.name=u", "-c", "user.email=u@u", "commit", "-qm", "base"]
     subprocess.run(["git", "add", "-A"], cwd=project, check=True)  # noqa: S607 - the user's

@@ -11,7 +11,7 @@ RESUME = {"TEST_TYPE": "ckpt-resume"}
 ARGUMENTS = ("recipes", "--tee-ranks", "1")
 SCRIPT = """\
 set -u
-test -d {assets_dir} && test -d {artifacts_dir}
+test -d "{assets_dir}" && test -d "{artifacts_dir}"
 echo '{model} {test_case} {environment} {platforms} {gpus} {n_repeat} {name}'
 echo "${{HOME:+braces}} ${{ENABLE_LIGHTWEIGHT_MODE:-full}}"
 env | grep -E '^(RANK|LOCAL_RANK|TORCHELASTIC_RUN_ID)=|^MASTER_PORT=1$' || true

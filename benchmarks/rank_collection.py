@@ -1,9 +1,9 @@
 """A suite that reads LOCAL_RANK, beside torchrun: `benchmarks/rank_collection.py [--ranks 2 4]`.
 
 Its conftest.py imports megatron-core and reads `LOCAL_RANK`, as that of Megatron-LM's unit tests
-does, so that every rank collects for itself, with `megatron_gang_start = collect`. Both ways run
-the same files in turns; the median of the turns' ratios counts. A run without the setting is shown
-apart. On a busy machine the CPU time of all processes shows more than the time.
+does, so that every rank collects for itself. With and without `megatron_gang_start = collect` and
+under torchrun, first sessions run in turns; the median of the turns' ratios counts. On a busy
+machine the CPU time of all processes shows more than the time.
 """
 
 from __future__ import annotations
@@ -64,6 +64,15 @@ INI = """\
 megatron_gang_start = collect
 megatron_preload = megatron.core.models.gpt
 """
+WAYS = ("auto", "collect", "torchrun")
+
+
+def write_suite(root: Path, ini: str) -> None:
+    """Write a new copy of the suite, so that every session is a first one."""
+    (root / "pytest.ini").write_text(ini)
+    (root / "conftest.py").write_text(textwrap.dedent(CONFTEST))
+    for number in range(NUM_FILES):
+        (root / f"test_{number}.py").write_text(textwrap.dedent(TESTS))
 
 
 def seconds(directory: Path, command: list[str]) -> tuple[float, float]:
@@ -95,38 +104,24 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--gpus", action="store_true", help="ranks on GPUs, not on the CPU")
     options = parser.parse_args()
+    size = "--gpus" if options.gpus else "--ranks"
     for num_ranks in options.ranks:
-        with tempfile.TemporaryDirectory() as name:
-            root = Path(name)
-            (root / "pytest.ini").write_text(INI)
-            (root / "conftest.py").write_text(textwrap.dedent(CONFTEST))
-            for number in range(NUM_FILES):
-                (root / f"test_{number}.py").write_text(textwrap.dedent(TESTS))
-            size = "--gpus" if options.gpus else "--ranks"
-            ours = ["pytest", "-q", "-p", "megatron", f"{size}={num_ranks}"]
-            launcher = ["torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
-            theirs = [
-                *launcher,
-                "-m",
-                "pytest",
-                "-q",
-                "-p",
-                "no:megatron",
-                "-p",
-                "no:cacheprovider",
-            ]
-            auto = seconds(root, [*ours, "-o", "megatron_gang_start=auto"])
-            rounds = [(seconds(root, ours), seconds(root, theirs)) for _ in range(options.rounds)]
-            for index, what in enumerate(("time", "CPU time")):
-                our_s = statistics.median(mine[index] for mine, _ in rounds)
-                their_s = statistics.median(other[index] for _, other in rounds)
-                ratio = statistics.median(mine[index] / other[index] for mine, other in rounds)
-                print(
-                    f"{num_ranks} ranks, {what}: {our_s:.1f} s ({auto[index]:.1f} s without the "
-                    f"setting) against {their_s:.1f} s with torchrun, median ratio of turns "
-                    f"{ratio:.2f}",
-                    flush=True,
-                )
+        ours = ["pytest", "-q", "-p", "megatron", f"{size}={num_ranks}"]
+        launcher = ["torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
+        theirs = [*launcher, "-m", "pytest", "-q", "-p", "no:megatron", "-p", "no:cacheprovider"]
+        rounds: list[dict[str, tuple[float, float]]] = []
+        for _ in range(options.rounds):
+            rounds.append({})
+            for way in WAYS:
+                with tempfile.TemporaryDirectory() as name:
+                    write_suite(Path(name), INI if way == "collect" else "[pytest]\n")
+                    command = theirs if way == "torchrun" else ours
+                    rounds[-1][way] = seconds(Path(name), command)
+        for index, what in enumerate(("time", "CPU time")):
+            for way in WAYS:
+                found_s = statistics.median(each[way][index] for each in rounds)
+                ratio = statistics.median(e[way][index] / e["torchrun"][index] for e in rounds)
+                print(f"{num_ranks} ranks, {what}, {way}: {found_s:.1f} s, {ratio:.2f} x torchrun")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pytest_megatron.base.text import counted
 from pytest_megatron.gangs.controller import testmon
 from pytest_megatron.gangs.controller.console import Console, Tee
 from pytest_megatron.gangs.controller.rank_config import RankConfigs, refuse_unfit_host
-from pytest_megatron.gangs.ipc.messages import RankConfig, Welcome
+from pytest_megatron.gangs.ipc.messages import Welcome
 from pytest_megatron.gangs.lifecycle import GangState, Lifecycle
 from pytest_megatron.gangs.nodes.leader import Leader, nodes_of
 from pytest_megatron.gangs.rank import coverage as measure
@@ -133,7 +133,6 @@ class GangPool:
         self.leader: Leader | None = None
         self._default_size = default_size
         self._template: TemplateProcess | None = None
-        self._ahead: tuple[RankConfig, ...] = ()
         self._begin()
         self.plan(())
 
@@ -155,7 +154,7 @@ class GangPool:
         self.rank_configs = RankConfigs(config, self._run, self._nodes, coverage)
 
     def begin_ahead(self, spec: GangSpec) -> None:
-        """Have ranks collect beside the controller; see `go_on_ahead`.
+        """Have ranks collect beside the controller.
 
         Args:
             spec: A gang that the session will probably have. If no devices are free for it, its
@@ -175,29 +174,20 @@ class GangPool:
             if lease is None:
                 return
             self.leases.prepared[spec] = lease
-        self._ahead = self.rank_configs.write(0, spec, lease, is_ahead=True)
-
-    def go_on_ahead(self) -> None:
-        """Start ranks once the preloaded process has connected; call it now and then.
-
-        Raises:
-            pytest.UsageError, LaunchError: Ranks cannot be started here.
-        """
-        if self._ahead and self.per_rank is not None:
-            self.supervisor.pump(0.0)
-            self.per_rank.start_ahead(self._ahead)
+        self.per_rank.start_ahead(self.rank_configs.write(0, spec, lease, is_ahead=True))
 
     def drop_ahead(self) -> None:
         """End ranks that collected for nothing, as if there had been none."""
         if self.per_rank is not None:
             self.close_ahead()
             self.per_rank = None
-            self._ahead = ()
             self._begin()
 
     def close_ahead(self) -> None:
         """End ranks that collected, in a session that runs none of its tests."""
         if not self.is_closed:
+            if self.per_rank is not None:
+                self.per_rank.look()
             self.shut_down()
             self.rank_configs.remove_ahead()
 

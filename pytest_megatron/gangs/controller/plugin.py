@@ -194,15 +194,6 @@ class GangPlugin(RecordCarrier):
         except (LaunchError, pytest.UsageError):  # reported when tests are about to run
             self._pool.drop_ahead()
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_make_collect_report(self) -> None:
-        """Go on with ranks that collect at the same time."""
-        if self._pool is not None and self._dispatcher is None:
-            try:
-                self._pool.go_on_ahead()
-            except (LaunchError, pytest.UsageError):  # reported when tests are about to run
-                self._pool.drop_ahead()
-
     def pytest_report_collectionfinish(self) -> str | None:
         """Propose the setting that fits a project whose files read the rank."""
         start_env = self._config.stash[KEY]

@@ -192,22 +192,14 @@ def listen(host: str) -> socket.socket:
     return listening
 
 
-def with_store(
-    configs: Sequence[RankConfig], ahead: socket.socket | None = None
-) -> tuple[socket.socket, tuple[RankConfig, ...]]:
-    """Return the listening socket of a new store, and configurations with its port.
-
-    Args:
-        configs: Configurations of its ranks.
-        ahead: A socket to use if it is open and fits.
+def with_store(configs: Sequence[RankConfig]) -> tuple[socket.socket, tuple[RankConfig, ...]]:
+    """Return the listening socket of a new store, and configurations of its ranks with its port.
 
     Raises:
         LaunchError: No port is available.
     """
-    host = configs[0].env["MASTER_ADDR"]
     try:
-        is_fit = ahead is not None and ahead.fileno() >= 0 and ahead.getsockname()[0] == host
-        listening = ahead if ahead is not None and is_fit else listen(host)
+        listening = listen(configs[0].env["MASTER_ADDR"])
     except OSError as error:
         raise LaunchError("store", f"{error.strerror}; no port can be listened on") from error
     port = {"MASTER_PORT": str(listening.getsockname()[1])}

@@ -137,6 +137,23 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Collect:
+    """Collect, once plugins and the first conftest files are loaded.
+
+    Attributes:
+        workerinput: `config.workerinput` of the rank, encoded.
+        base_temp: Directory of its temporary files.
+        digest: Digest of the controller's node ids; "" while it collects.
+        avoided: Node id of a collector that a rank died in -> message to report instead.
+    """
+
+    workerinput: str
+    base_temp: str
+    digest: str = ""
+    avoided: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
     """The agent of one rank has collected, and can start that rank.
 
@@ -287,8 +304,6 @@ class RankConfig:
         is_capturing: Whether the output of a test goes into its report.
         coverage: Settings of a running coverage.py, or empty.
         coverage_file: Data file of coverage.
-        avoided: Node id of a collector that a rank died in -> message to report instead.
-        workerinput: `config.workerinput` for a rank that collects, encoded.
         finds_leaks: Whether it fails tests for what they leave behind.
     """
 
@@ -303,8 +318,6 @@ class RankConfig:
     is_capturing: bool = True
     coverage: Mapping[str, JsonValue] = field(default_factory=dict)
     coverage_file: str = ""
-    avoided: Mapping[str, str] = field(default_factory=dict)
-    workerinput: str = ""
     finds_leaks: bool = False
 
 
@@ -403,6 +416,7 @@ class Stacks:
 Message: TypeAlias = (
     Register
     | Hello
+    | Collect
     | Collected
     | Ready
     | PhaseEnded

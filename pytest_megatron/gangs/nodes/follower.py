@@ -33,7 +33,6 @@ from pytest_megatron.gangs.nodes.leader import (
 )
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.process import RankContext, temp_factory
-from pytest_megatron.gangs.start.collector import digest_of
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.forkserver import SessionTemplate, load
 from pytest_megatron.gangs.start.start_mode import (
@@ -242,7 +241,7 @@ class FollowerPlugin:
     ) -> Callable[[], object]:
         """Start the process for ranks that collect; return a function that waits for its end."""
         del session
-        info = make_session_info(self._config, digest=digest_of(welcome.node_ids))
+        info = make_session_info(self._config)
         devices = {DEVICES: os.environ[DEVICES]} if welcome.num_gpus else {}
         info = replace(
             info,

@@ -15,8 +15,8 @@ import random
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -33,7 +33,7 @@ from pytest_megatron.gangs.controller.other_plugins import decode
 from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
-from pytest_megatron.gangs.ipc.messages import Collected, RankConfig, Start
+from pytest_megatron.gangs.ipc.messages import Collect, Collected, RankConfig, Start
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs
@@ -126,7 +126,6 @@ class SessionInfo:
         argv: `sys.argv` of the controller.
         path: `sys.path` before any import of the user's code.
         env: The environment at that time.
-        digest: Digest of the controller's node ids.
         base_temp: Directory for temporary files, see `SessionTemplate`.
     """
 
@@ -136,43 +135,21 @@ class SessionInfo:
     argv: list[str]
     path: list[str]
     env: Mapping[str, str]
-    digest: str
     base_temp: str = ""
 
 
 def collect_and_serve(info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
     """Collect as a rank, and serve as its agent."""
-    rank_config = with_own_temp(rank_config, info.base_temp)
-    plugin = CollectingPlugin(_become_collector(info, rank_config))
-    plugin.serve(info, rank_config, pipes)
-
-
-def load_and_serve(
-    info: SessionInfo,
-    rank_config: RankConfig,
-    receive: Callable[[], tuple[SessionInfo, RankConfig, RankPipes]],
-) -> NoReturn:
-    """Load plugins and the first conftest files as a rank; collect and serve once it is started.
-
-    Args:
-        info: Data of the session.
-        rank_config: As far as it is known.
-        receive: Waits for all of them.
-    """
-    plugin = CollectingPlugin(_become_collector(info, rank_config))
-    plugin.load(info.arguments)
-    plugin.serve(*receive())
-
-
-def _become_collector(info: SessionInfo, rank_config: RankConfig) -> list[str]:
-    """Take the environment and the logs of a rank; return variables that its tests do not have."""
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in info.env}
     os.environ.clear()
     os.environ.update({**info.env, **harmless, **rank_config.env})
-    _begin_anew(info)
+    os.chdir(info.directory)
+    sys.path[:] = info.path
+    sys.argv[:] = info.argv
+    reseed()
     RankLogs(Path(rank_config.log_dir)).redirect()
     bootstrap.write_stacks_on_signal(Path(rank_config.log_dir))
-    return list(harmless)
+    CollectingPlugin(info, rank_config, pipes, list(harmless)).serve()
 
 
 def describe_error(error: BaseException) -> str:
@@ -222,45 +199,52 @@ class CollectingPlugin:
         end: Exception that ended pytest before it had collected.
     """
 
-    _info: SessionInfo
-    _rank_config: RankConfig
-    _pipes: RankPipes
-    _channel: Channel
+    _asked: Collect
 
-    def __init__(self, harmless: list[str]) -> None:
+    def __init__(
+        self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes, harmless: list[str]
+    ) -> None:
+        """Begin to collect.
+
+        Args:
+            info: Data of the session.
+            rank_config: Configuration of the rank.
+            pipes: What it shares with its agent.
+            harmless: Variables that are set while it collects alone.
+        """
+        self._info, self._rank_config, self._pipes = info, rank_config, pipes
+        self._channel = Channel(socket.socket(fileno=pipes.connection))
         self._pid = os.getpid()
         self._harmless = harmless
         self._random_before = random.getstate()
         self._random_state: bootstrap.RandomState | None = None
         self._problems: dict[str, str] = {}
-        self._config: pytest.Config | None = None
         self.end: BaseException | None = None
 
-    def load(self, arguments: Sequence[str]) -> None:
-        """Load plugins and the first conftest files."""
+    def serve(self) -> NoReturn:
+        """Load what the session has, collect when that is asked for, and serve the controller."""
         _expect_early_imports()
+        config: pytest.Config | None = None
         try:
-            self._config = _prepareconfig(list(arguments), [_Named(self)])
+            config = _prepareconfig(list(self._info.arguments), [_Named(self)])
         except BaseException as error:  # noqa: BLE001 - report every error to the controller
             self.end = error
-
-    def serve(self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes) -> NoReturn:
-        """Collect, unless that was not possible, and serve the controller."""
-        self._info, self._rank_config, self._pipes = info, rank_config, pipes
-        channel = self._channel = Channel(socket.socket(fileno=pipes.connection))
-        if self._config is None and self.end is None:
-            self.load(info.arguments)
+        message = self._channel.receive()
+        if not isinstance(message, Collect):
+            os._exit(0)
+        self._asked = message
         try:
-            if self._config is not None:
-                self._collect(self._config)
+            if config is not None:
+                self._collect(config)
         except BaseException as error:  # noqa: BLE001 - report every error to the controller
             self.end = error
         problem = "pytest ended before it had collected"
         if self.end is not None:
             sys.stderr.write("".join(traceback.format_exception(self.end)))
             problem = describe_error(self.end)
-        channel.send(Collected(is_same=False, problems={"": problem}, obstacle="it has nothing"))
-        channel.receive()
+        found = Collected(is_same=False, problems={"": problem}, obstacle="it has nothing")
+        self._channel.send(found)
+        self._channel.receive()
         os._exit(0)
 
     def _collect(self, config: pytest.Config) -> None:
@@ -277,13 +261,14 @@ class CollectingPlugin:
         vars(option).update({k: v for k, v in settings.items() if hasattr(option, k)})
         option.maxfail = 0
         option.cacheclear = False
-        option.basetemp = self._rank_config.base_temp
-        vars(config)["workerinput"] = decode(self._rank_config.workerinput)
+        own = replace(self._rank_config, base_temp=self._asked.base_temp)
+        option.basetemp = with_own_temp(own, self._info.base_temp).base_temp
+        vars(config)["workerinput"] = decode(self._asked.workerinput)
         vars(config)["workeroutput"] = {}
         arguments = findable(config.args, self._info.directory)
         files = [argument.partition("::")[0] for argument in arguments]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
-        Path(self._rank_config.base_temp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        Path(option.basetemp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)
 
     @pytest.hookimpl(trylast=True)
@@ -317,7 +302,7 @@ class CollectingPlugin:
         self, collector: pytest.Collector
     ) -> pytest.CollectReport | None:
         """Write the current collector, in case the process dies; skip one that ended a process."""
-        reason = self._rank_config.avoided.get(collector.nodeid)
+        reason = self._asked.avoided.get(collector.nodeid)
         if reason is not None:
             self._problems[collector.nodeid] = reason
             return pytest.CollectReport(collector.nodeid, "passed", None, [])
@@ -347,7 +332,7 @@ class CollectingPlugin:
             os.environ.pop(name, None)
         os.environ.update(self._rank_config.env)
         node_ids = tuple(item.nodeid for item in session.items)
-        is_same = digest_of(node_ids) == self._info.digest
+        is_same = digest_of(node_ids) == self._asked.digest
         self._pipes.note("")
         obstacle = find_obstacle()
         self._channel.send(
@@ -392,11 +377,3 @@ class _Named:
         """Register the plugin with this one."""
         if plugin is self:
             manager.register(self._plugin, COLLECTING_PLUGIN)
-
-
-def _begin_anew(info: SessionInfo) -> None:
-    """Restore the state of a process that starts."""
-    os.chdir(info.directory)
-    sys.path[:] = info.path
-    sys.argv[:] = info.argv
-    reseed()

@@ -8,9 +8,8 @@ from __future__ import annotations
 import os
 import random
 import re
-import socket
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +22,7 @@ from pytest_megatron.session import options
 from pytest_megatron.session.options import chosen_ini, has_workers
 
 if TYPE_CHECKING:
+    from pytest_megatron.gangs.ipc.messages import RankConfig
     from pytest_megatron.gangs.rank.bootstrap import RandomState
     from pytest_megatron.gangs.start.no_groups import NoGroups
     from pytest_megatron.gangs.start.preload import PreloadedProcess
@@ -210,7 +210,7 @@ class StartEnvironment:
         reader: Where the source reads the rank while it is collected, as found before; "" if not.
         is_collecting: Whether ranks begin to collect beside the controller, with the session.
         lease: Devices of ranks that have begun before conftest files are loaded, until it is taken.
-        store: Socket of a store whose port such ranks know.
+        begun: Configurations of such ranks, until they are taken or ended.
     """
 
     env: Mapping[str, str]
@@ -223,7 +223,7 @@ class StartEnvironment:
     reader: str = ""
     is_collecting: bool = False
     lease: Lease | None = None
-    store: socket.socket | None = None
+    begun: Sequence[RankConfig] = ()
 
     def stop_preloaded(self) -> None:
         """End the process that imported ahead, unless it was taken."""

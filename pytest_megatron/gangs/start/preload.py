@@ -20,17 +20,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import BinaryIO, NoReturn
 
-from pytest_megatron.gangs.forkserver.server import Agent, StartRank, fork_rank
+from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
-from pytest_megatron.gangs.ipc.messages import BecomeRank, RankConfig
-from pytest_megatron.gangs.rank.lockstep import RankPipes
+from pytest_megatron.gangs.ipc.messages import BecomeRank
 from pytest_megatron.gangs.rank.logs import close_stdin
-from pytest_megatron.gangs.start.collector import (
-    SessionInfo,
-    collect_and_serve,
-    load_and_serve,
-)
+from pytest_megatron.gangs.start.collector import SessionInfo, collect_and_serve
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
 from pytest_megatron.process.tree import (
     close_descriptors,
@@ -45,7 +40,7 @@ from pytest_megatron.process.tree import (
 )
 
 _PRELOADED = ("numpy", "torch")
-_MOST_BYTES = 1 << 16  # of the data with which ranks begin to load
+_PIPE_BYTES = 1 << 20  # more than the data of a session
 _CODE = """
 import sys
 sys.path[:] = {path!r}
@@ -140,18 +135,6 @@ class PreloadedProcess:
     connection: socket.socket
     log: int
 
-    def begin(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
-        """Have ranks load plugins and the first conftest files, before the session is known.
-
-        Args:
-            info: What is known of it.
-            rank_configs: Configurations of the first collectors.
-        """
-        configs = [asdict(rank_config) for rank_config in rank_configs]
-        line = json.dumps({"info": asdict(info), "configs": configs}).encode()
-        if len(line) < _MOST_BYTES:
-            self.write(line)
-
     def send(self, info: SessionInfo) -> None:
         """Send the data of the session; the process then serves its connection."""
         self.write(json.dumps(asdict(info)).encode())
@@ -219,13 +202,10 @@ def start_preloaded(
     os.close(read_end)
     theirs.close()
     stdin = os.fdopen(write_end, "wb")
-    names = json.dumps(list(modules)).encode()
-    try:  # nothing that is written waits for imports
-        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, len(names) + _MOST_BYTES + (1 << 16))
-    except OSError:
-        names = b"[]"
+    with contextlib.suppress(OSError):  # else writing may wait for imports
+        fcntl.fcntl(stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     preloaded = PreloadedProcess(process, stdin, ours, log)
-    preloaded.write(names)
+    preloaded.write(json.dumps(list(modules)).encode())
     return preloaded
 
 
@@ -282,113 +262,23 @@ def _load(modules: Sequence[str]) -> None:
 
 def _serve(connection: socket.socket) -> None:
     """Load torch, wait for the session's data, and start ranks until the session ends."""
-    ahead: LoadingRanks | None = None
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
     _load(modules)
     changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
     added = [entry for entry in sys.path if entry not in path]
     keeper = StoreKeeper()
-    while True:
-        line = sys.stdin.buffer.readline()
-        if not line.endswith(b"\n"):
-            return
-        content = json.loads(line)
-        info = SessionInfo(**content.pop("info", content))
-        # With what importing packages has changed:
-        info = replace(info, env={**info.env, **changed}, path=[*info.path, *added])
-        if "configs" not in content:
-            break
-        rank_configs = [RankConfig(**config) for config in content["configs"]]
-        ahead = LoadingRanks(info, rank_configs)
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        return
+    info = SessionInfo(**json.loads(line))
+    # With what importing packages has changed:
+    info = replace(info, env={**info.env, **changed}, path=[*info.path, *added])
     close_stdin()
     session_end = None
     if info.node_rank:  # the controller is elsewhere
         _, (descriptor,), _, _ = socket.recv_fds(connection, 1, 1)
         session_end, connection = connection.detach(), socket.socket(fileno=descriptor)
     channel = BufferedChannel(connection)
-    start_rank: StartRank = fork_rank(channel, keeper, partial(collect_and_serve, info))
-    if ahead is not None:
-        start_rank = ahead.start_first(start_rank, info)
+    start_rank = fork_rank(channel, keeper, partial(collect_and_serve, info))
     Agent(channel, start_rank, keeper, session_end).serve()
-
-
-class LoadingRanks:
-    """Processes that load what their ranks collect with, while the controller does.
-
-    They go on as collectors if the session starts ranks of the same environment.
-    """
-
-    def __init__(self, info: SessionInfo, rank_configs: Sequence[RankConfig]) -> None:
-        """Fork a process for each rank, which loads plugins and conftest files."""
-        self._ranks: dict[int, tuple[int, Channel]] = {}
-        self._info = info
-        self._configs = {config.rank: config for config in rank_configs}
-        for config in self._configs.values():
-            self._fork(config)
-
-    def _fork(self, rank_config: RankConfig) -> None:
-        """Fork the process of a rank, with the connection by which it gets what it has to be."""
-        own, other = socket.socketpair()
-
-        def run() -> None:
-            close_descriptors([other.fileno()])
-            close_stdin()
-            load_and_serve(self._info, rank_config, partial(_receive_rank, Channel(other)))
-
-        pid = fork_child(run, leads_session=True)
-        other.close()
-        self._ranks[rank_config.rank] = pid, Channel(own)
-
-    def _fits(self, info: SessionInfo, rank_config: RankConfig) -> bool:
-        """Return whether a rank is the one that began to load: same environment and logs."""
-        known = self._configs.get(rank_config.rank)
-        if known is None:
-            return False
-        fields = ("world_size", "device", "log_dir", "env")
-        is_same = all(getattr(known, name) == getattr(rank_config, name) for name in fields)
-        return is_same and self._info == info
-
-    def start_first(self, otherwise: StartRank, info: SessionInfo) -> StartRank:
-        """Return a function that starts ranks in these processes where they fit, once."""
-
-        def start(
-            config: RankConfig, pipes: RankPipes, inherited: Sequence[int], unwanted: Sequence[int]
-        ) -> int:
-            """Hand a rank to the process that waits for it, or fork one."""
-            if not self._fits(info, config):
-                for _, channel in self._ranks.values():
-                    channel.close()
-                self._ranks.clear()
-            pid, waiting = self._ranks.pop(config.rank, (0, None))
-            if waiting is not None:
-                content = _rank_content(info, config)
-                own = [pipes.connection, pipes.trigger, pipes.notes]
-                waiting.send(BecomeRank(content=content), [*own, *inherited])
-                if not waiting.is_closed:
-                    waiting.close()
-                    return pid
-            return otherwise(config, pipes, inherited, unwanted)
-
-        return start
-
-
-def _receive_rank(channel: Channel) -> tuple[SessionInfo, RankConfig, RankPipes]:
-    """Wait until this process is to become a rank; it ends if there is no such rank."""
-    message, descriptors = channel.receive_with_descriptors()
-    if not isinstance(message, BecomeRank):
-        os._exit(0)
-    channel.close()
-    content = json.loads(message.content)
-    connection, trigger, notes, *_ = descriptors
-    pipes = RankPipes(connection, trigger, notes)
-    return SessionInfo(**content["info"]), RankConfig(**content["config"]), pipes
-
-
-def _rank_content(info: SessionInfo, rank_config: RankConfig) -> str:
-    """Return the data of a rank that began to load before it was known."""
-    content = {
-        "info": asdict(info),
-        "config": {**asdict(replace(rank_config, coverage={})), "coverage": rank_config.coverage},
-    }
-    return json.dumps(content)

@@ -8,6 +8,7 @@ process.
 from __future__ import annotations
 
 import copy
+import functools
 import re
 import sys
 import time
@@ -31,7 +32,14 @@ from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import Channel
-from pytest_megatron.gangs.ipc.messages import Collected, Died, RankConfig, Stacks
+from pytest_megatron.gangs.ipc.messages import (
+    Collect,
+    Collected,
+    Died,
+    RankConfig,
+    Stacks,
+    Start,
+)
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of, room_on_gpus
@@ -117,18 +125,13 @@ def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
     return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
 
 
-def make_session_info(config: pytest.Config, *, digest: str) -> SessionInfo:
-    """Return the data of a session on this node for ranks.
-
-    Args:
-        config: Configuration of the session.
-        digest: Digest of the tests that the controller collected; "" while it does so.
-    """
+def make_session_info(config: pytest.Config) -> SessionInfo:
+    """Return the data of a session on this node for ranks."""
     start_env = config.stash[KEY]
     arguments = [str(argument) for argument in config.invocation_params.args]
     if config.pluginmanager.has_plugin("capture"):  # ranks have logs instead
         arguments.append("--capture=no")
-    if config.pluginmanager.has_plugin("_cov"):  # it would erase the data of the controller
+    if config.pluginmanager.has_plugin("pytest_cov"):  # it would erase the data of the controller
         arguments.append("--no-cov")
     return SessionInfo(
         node_rank=0,
@@ -137,7 +140,6 @@ def make_session_info(config: pytest.Config, *, digest: str) -> SessionInfo:
         argv=start_env.argv,
         path=start_env.path,
         env=start_env.env,
-        digest=digest,
     )
 
 
@@ -149,7 +151,7 @@ def first_gang(options: Options) -> GangSpec:
 
 
 def load_ahead(config: pytest.Config) -> None:
-    """Have ranks load conftest files beside the controller.
+    """Start ranks, which load conftest files beside the controller.
 
     Call it before conftest files are loaded. Where the session turns out to need other ranks than
     those that are predicted here, they have begun for nothing.
@@ -178,21 +180,22 @@ def load_ahead(config: pytest.Config) -> None:
                 return
         writer = RankConfigs(config, run, nodes, {})
         rank_configs = writer.write(0, spec, start_env.lease, is_ahead=True)
-        store, rank_configs = with_store(rank_configs)
-        start_env.store = store
+        own = [replace(_for_collecting(c, 1), gang=-1) for c in rank_configs]
+        store, start_env.begun = with_store(own)
     except LaunchError:  # reported when ranks are started
         return
 
     def end() -> None:
         """Stop processes that loaded ahead, if no run used them."""
         start_env.stop_preloaded()
-        store.close()
         if not is_run_dir_open(config):
             writer.remove_ahead()
 
     config.add_cleanup(end)
-    info = make_session_info(config, digest="")
-    preloaded.begin(info, [_for_collecting(rank_config, 1) for rank_config in rank_configs])
+    preloaded.send(make_session_info(config))
+    start = Start(gang=-1, configs=tuple(start_env.begun), has_store=True)
+    with store:
+        Channel(preloaded.connection).send(start, [store.fileno()])
 
 
 def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> PreloadedProcess:
@@ -200,7 +203,8 @@ def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> Preloaded
     preloaded, start_env.preloaded = start_env.preloaded, None
     if preloaded is None:
         preloaded = start_preloaded(start_env.env, start_env.path)
-    preloaded.send(info)
+    if not preloaded.stdin.closed:  # else it has them already
+        preloaded.send(info)
     return preloaded
 
 
@@ -263,24 +267,20 @@ class PerRank:
         self._config = config
         self._supervisor = supervisor
         self._start_env: StartEnvironment = config.stash[KEY]
-        supervisor.collectors.store_ahead = self._start_env.store
         self._worlds: dict[int, _World] = {}
         self._reported: set[tuple[str, str]] = set()
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
         self._node_ids: list[str] | None = None if items is None else _node_ids(items)
         self._uncompared: list[tuple[_World, int, Collected]] = []
         self._has_nodes = any("::" in argument for argument in config.args)
-        digest = "" if self._node_ids is None else digest_of(self._node_ids)
-        self._info = make_session_info(config, digest=digest)
+        self._info = make_session_info(config)
         self._has_served = False
         self._preloaded = self._begin()
 
     def start_ahead(self, rank_configs: Sequence[RankConfig]) -> None:
-        """Start the collectors of a gang, once, if they can be started already."""
-        size = rank_configs[0].world_size
-        self._has_served = self._has_served or self._supervisor.agents.has(0)
-        if self._has_served and size not in self._worlds:
-            self._start_collectors(self._worlds.setdefault(size, _World()), rank_configs)
+        """Have the ranks of a gang collect while the controller does."""
+        world = self._worlds[rank_configs[0].world_size] = _World()
+        self._start_collectors(world, rank_configs)
 
     def compare_with(self, items: Sequence[pytest.Item]) -> None:
         """Take the tests of the controller, which has collected after ranks had begun."""
@@ -394,6 +394,11 @@ class PerRank:
         """Wait for the end of all processes, once the supervisor was stopped."""
         self._preloaded.stop(has_ranks=self._has_served)
 
+    def look(self) -> None:
+        """Notice whether there are ranks."""
+        self._supervisor.pump(0.0)
+        self._has_served = self._has_served or self._supervisor.agents.has(0)
+
     def _begin(self) -> PreloadedProcess:
         preloaded = serve_preloaded(self._start_env, self._info)
         self._supervisor.connect(Channel(preloaded.connection))
@@ -417,21 +422,25 @@ class PerRank:
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
-        argv = self._start_env.argv
+        argv, collectors = self._start_env.argv, self._supervisor.collectors
         world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
-        rank_configs = tuple(
-            replace(
-                _for_collecting(rank_config, self._supervisor.collectors.next_number),
-                avoided=world.avoided.get(rank_config.rank, {}),
-                workerinput=encode(world.nodes[rank_config.rank].workerinput),
-            )
-            for rank_config in rank_configs
+        begun, self._start_env.begun = self._start_env.begun, ()
+        wanted = [_for_collecting(c, collectors.next_number) for c in rank_configs]
+        if begun and not _are_same(begun, wanted):
+            collectors.kill(collectors.add(begun, lambda *_: None))
+            begun, wanted = (), [_for_collecting(c, collectors.next_number) for c in rank_configs]
+        number = (collectors.add if begun else collectors.start)(
+            begun or wanted, functools.partial(self._on_message, world)
         )
-        number = self._supervisor.collectors.start(
-            rank_configs, lambda number, word, rank: self._on_message(world, number, word, rank)
-        )
-        for rank_config in rank_configs:
+        for rank_config in wanted:
             world.collectors[rank_config.rank] = _CollectorStart(number, until, rank_config)
+            collect = Collect(
+                workerinput=encode(world.nodes[rank_config.rank].workerinput),
+                base_temp=rank_config.base_temp,
+                digest="" if self._node_ids is None else digest_of(self._node_ids),
+                avoided=world.avoided.get(rank_config.rank, {}),
+            )
+            collectors.send(rank_config.node_rank, (number, rank_config.rank), collect)
 
     def _on_message(self, world: _World, number: int, word: CollectorMessage, rank: int) -> None:
         """Handle the message of a collector: tests, its death, or stacks of late ones."""
@@ -534,6 +543,14 @@ def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> Extra
     item: ExtraItem = ExtraItem.from_parent(session, name=name, nodeid=node_id)
     item.reason = reason
     return item
+
+
+def _are_same(begun: Sequence[RankConfig], wanted: Sequence[RankConfig]) -> bool:
+    """Return whether ranks that have begun are those that are wanted."""
+    port = {"MASTER_PORT": begun[0].env["MASTER_PORT"]}
+    return [(c.device, c.log_dir, c.env) for c in begun] == [
+        (c.device, c.log_dir, {**c.env, **port}) for c in wanted
+    ]
 
 
 def _for_collecting(rank_config: RankConfig, number: int) -> RankConfig:

@@ -166,20 +166,23 @@ class Agents:
         self._channels: dict[int, Channel] = {}
         self._pids: dict[Channel, int] = {}
 
-    def add(self, node_rank: int, channel: Channel, pid: int) -> None:
-        """Add an agent that is ready."""
+    def connect(self, node_rank: int, channel: Channel) -> None:
+        """Add an agent that may not be ready yet: it reads later what is sent to it."""
         self._channels[node_rank] = channel
-        if node_rank == 0:
-            self._pids[channel] = pid
+
+    def add(self, channel: Channel, pid: int) -> None:
+        """Note that an agent is ready."""
+        self._pids[channel] = pid
 
     def has(self, node_rank: int) -> bool:
         """Return whether the agent of a node is ready."""
-        channel = self._channels.get(node_rank)
-        return channel is not None and not channel.is_closed
+        channel = self.find(node_rank)
+        return channel is not None and channel in self._pids
 
     def find(self, node_rank: int) -> Channel | None:
         """Return the connection of a node's agent, None if it is gone."""
-        return self._channels[node_rank] if self.has(node_rank) else None
+        channel = self._channels.get(node_rank)
+        return None if channel is None or channel.is_closed else channel
 
     def of_node(self, node_rank: int) -> Channel:
         """Return the connection of a node's agent.
@@ -196,7 +199,7 @@ class Agents:
 
     def kill(self, channel: Channel) -> None:
         """Kill an agent of this host that does not answer; its ranks die with it."""
-        if channel in self._pids:
+        if channel in self._pids and self._channels.get(0) is channel:
             send_signal([self._pids[channel]], signal.SIGKILL)
 
     def lose(self, channel: Channel) -> None:
@@ -226,13 +229,7 @@ class RankCollector:
 
 
 class RankCollectors:
-    """All rank collectors of one controller; those started together share a number below 0.
-
-    Attributes:
-        store_ahead: Socket of a store whose port some ranks know already, or None.
-    """
-
-    store_ahead: socket.socket | None = None
+    """All rank collectors of one controller; those started together share a number below 0."""
 
     def __init__(self, agents: Agents) -> None:
         """Begin without processes that collect.
@@ -244,7 +241,13 @@ class RankCollectors:
         self._collectors: dict[tuple[int, int, int], RankCollector] = {}
         self._configs: dict[int, tuple[tuple[RankConfig, ...], OnCollectorMessage]] = {}
 
-    def start(self, configs: tuple[RankConfig, ...], on_message: OnCollectorMessage) -> int:
+    def add(self, configs: Sequence[RankConfig], on_message: OnCollectorMessage) -> int:
+        """Add collectors that have begun; return their number."""
+        number = -self.next_number
+        self._configs[number] = tuple(configs), on_message
+        return number
+
+    def start(self, configs: Sequence[RankConfig], on_message: OnCollectorMessage) -> int:
         """Start collectors; return their number.
 
         Args:
@@ -255,11 +258,8 @@ class RankCollectors:
             LaunchError: The agent of their first node is gone, or there is no port for a store.
         """
         self._agents.of_node(configs[0].node_rank)
-        number = -self.next_number
-        store, configs = with_store(
-            [replace(config, gang=number) for config in configs], self.store_ahead
-        )
-        self._configs[number] = configs, on_message
+        store, configs = with_store([replace(config, gang=-self.next_number) for config in configs])
+        number = self.add(configs, on_message)
         with store:
             for node_rank in {config.node_rank for config in configs}:
                 if (node := self._agents.find(node_rank)) is not None:
@@ -291,6 +291,11 @@ class RankCollectors:
     def can_start(self, node_rank: int, rank: int, world_size: int) -> bool:
         """Return whether a collector can start a rank."""
         return (node_rank, rank, world_size) in self._collectors
+
+    def send(self, node_rank: int, place: Place, message: Message) -> None:
+        """Send a message to a collector, which may not run yet."""
+        if (node := self._agents.find(node_rank)) is not None:
+            node.send(message, place=place)
 
     def ask(self, number: int, ranks: tuple[int, ...]) -> None:
         """Request stacks of the collectors with a number."""

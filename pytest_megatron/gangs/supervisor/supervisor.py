@@ -219,8 +219,9 @@ class Supervisor:
             frames: What it has sent.
         """
         self._channels.append(channel)
-        self.calls.read(channel, lambda: self._on_agent(channel, channel.drain_frames(), node_rank))
-        self._on_agent(channel, frames, node_rank)
+        self.agents.connect(node_rank, channel)
+        self.calls.read(channel, lambda: self._on_agent(channel, channel.drain_frames()))
+        self._on_agent(channel, frames)
 
     def start(self, gang: Gang) -> None:
         """Open the store of a gang, then start its ranks."""
@@ -333,7 +334,7 @@ class Supervisor:
         for config in gang.configs:
             self._handle(gang, config.rank, Ready())
 
-    def _on_agent(self, source: Channel, frames: Sequence[Frame], node_rank: int) -> None:
+    def _on_agent(self, source: Channel, frames: Sequence[Frame]) -> None:
         """Take what an agent has sent, and its loss."""
         for frame in frames:
             number, rank = frame.place
@@ -346,7 +347,7 @@ class Supervisor:
                 gang.inboxes[rank].append(message)
                 self._deliver(gang)
             elif number <= 0:
-                self._on_agent_message(Peer(source, frame.place), message, node_rank)
+                self._on_agent_message(Peer(source, frame.place), message)
         if source.is_closed:
             self._lose_agent(source)
 
@@ -388,12 +389,12 @@ class Supervisor:
                     problem = f"is lost: {problem}"
             self._handle(gang, config.rank, Broken(problem=problem))
 
-    def _on_agent_message(self, source: Peer, message: Message, node_rank: int) -> None:
+    def _on_agent_message(self, source: Peer, message: Message) -> None:
         """Take a message of an agent, which is about one of its gangs or about itself."""
         match message:
             case Hello(pid=pid) if source.place == OWN:
                 self._has_news = True
-                self.agents.add(node_rank, source.node, pid)
+                self.agents.add(source.node, pid)
             case Collected():
                 self._has_news = True
                 self.collectors.take_collected(source, message)

@@ -308,7 +308,6 @@ class GangPool:
             supervisor.start_without_ranks(gang)
         else:
             supervisor.start(gang)
-            per_rank.take(spec.world_size)
         return gang
 
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:

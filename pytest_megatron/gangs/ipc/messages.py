@@ -137,7 +137,7 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Collect:
+class AskToCollect:
     """Collect, once plugins and the first conftest files are loaded.
 
     Attributes:
@@ -416,7 +416,7 @@ class Stacks:
 Message: TypeAlias = (
     Register
     | Hello
-    | Collect
+    | AskToCollect
     | Collected
     | Ready
     | PhaseEnded

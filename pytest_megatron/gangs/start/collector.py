@@ -33,7 +33,7 @@ from pytest_megatron.gangs.controller.other_plugins import decode
 from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
-from pytest_megatron.gangs.ipc.messages import Collect, Collected, RankConfig, Start
+from pytest_megatron.gangs.ipc.messages import AskToCollect, Collected, RankConfig, Start
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs
@@ -199,7 +199,7 @@ class CollectingPlugin:
         end: Exception that ended pytest before it had collected.
     """
 
-    _asked: Collect
+    _asked: AskToCollect
 
     def __init__(
         self, info: SessionInfo, rank_config: RankConfig, pipes: RankPipes, harmless: list[str]
@@ -230,7 +230,7 @@ class CollectingPlugin:
         except BaseException as error:  # noqa: BLE001 - report every error to the controller
             self.end = error
         message = self._channel.receive()
-        if not isinstance(message, Collect):
+        if not isinstance(message, AskToCollect):
             os._exit(0)
         self._asked = message
         try:

@@ -8,7 +8,6 @@ process.
 from __future__ import annotations
 
 import copy
-import functools
 import re
 import sys
 import time
@@ -33,7 +32,7 @@ from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import Channel
 from pytest_megatron.gangs.ipc.messages import (
-    Collect,
+    AskToCollect,
     Collected,
     Died,
     RankConfig,
@@ -59,7 +58,7 @@ from pytest_megatron.gangs.start.environment import (
 )
 from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
-from pytest_megatron.gangs.supervisor.connections import CollectorMessage
+from pytest_megatron.gangs.supervisor.connections import CollectorMessage, RankCollector
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
@@ -209,33 +208,18 @@ def serve_preloaded(start_env: StartEnvironment, info: SessionInfo) -> Preloaded
 
 
 @dataclass(slots=True)
-class _CollectorStart:
-    """State of the process that collects for one rank of gangs of one size."""
-
-    number: int
-    until: float
-    rank_config: RankConfig
-    is_ready: bool = False
-    is_single: bool = False
-    is_asked: bool = False
-
-    @property
-    def devices(self) -> str | None:
-        return self.rank_config.env.get(DEVICES)
-
-
-@dataclass(slots=True)
 class _World:
     """All ranks of gangs of one size.
 
     Attributes:
+        collected: Rank -> what it has collected.
         lost: Rank -> reason why it has none of its tests.
         avoided: Rank -> node id of a collector that it must not collect again -> reason.
         nodes: Rank -> its node for plugins of the controller.
         lost_at: When the first rank was lost.
     """
 
-    collectors: dict[int, _CollectorStart] = field(default_factory=dict)
+    collected: dict[int, Collected] = field(default_factory=dict)
     differences: dict[int, CollectionDifference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
     avoided: dict[int, dict[str, str]] = field(default_factory=dict)
@@ -265,13 +249,13 @@ class PerRank:
             items: Tests of the controller; None until it has collected them.
         """
         self._config = config
-        self._supervisor = supervisor
+        self._supervisor, self._collectors = supervisor, supervisor.collectors
+        self._collectors.on_message = self._on_message
         self._start_env: StartEnvironment = config.stash[KEY]
         self._worlds: dict[int, _World] = {}
         self._reported: set[tuple[str, str]] = set()
         self._limit_s = options.rank_timeout_s or START_LIMIT_S
         self._node_ids: list[str] | None = None if items is None else _node_ids(items)
-        self._uncompared: list[tuple[_World, int, Collected]] = []
         self._has_nodes = any("::" in argument for argument in config.args)
         self._info = make_session_info(config)
         self._has_served = False
@@ -285,12 +269,11 @@ class PerRank:
     def compare_with(self, items: Sequence[pytest.Item]) -> None:
         """Take the tests of the controller, which has collected after ranks had begun."""
         self._node_ids = _node_ids(items)
-        for world, rank, collected in self._uncompared:
-            self._note_collected(world, rank, collected)
-        self._uncompared.clear()
         until = time.monotonic() + self._limit_s  # nobody has read the messages of ranks meanwhile
-        for world in self._worlds.values():
-            for collector in world.collectors.values():
+        for size, world in self._worlds.items():
+            for rank, collected in world.collected.items():
+                self._note_collected(world, rank, collected)
+            for collector in self._collectors.of_size(size).values():
                 collector.until = until
 
     def is_ready(self, rank_configs: Sequence[RankConfig]) -> bool:
@@ -298,29 +281,26 @@ class PerRank:
         self._wait_for_preloaded()
         size = rank_configs[0].world_size
         world = self._worlds.setdefault(size, _World())
-        self._drop_late(world)
+        self._drop_late(size)
+        collectors = self._collectors.of_size(size)
         are_all_there = all(
             self._supervisor.agents.has(rank_config.node_rank) for rank_config in rank_configs
         )
         if world.lost and are_all_there:
             world.lost_at = world.lost_at or time.monotonic()
-            are_all_in = all(c.is_ready for c in world.collectors.values())
+            are_all_in = all(c.is_ready for c in collectors.values())
             return are_all_in or time.monotonic() > world.lost_at + _OTHERS_S
         if not are_all_there:
             return True
-        for rank, collector in list(world.collectors.items()):
-            is_gone = collector.is_ready and not self._supervisor.collectors.can_start(
-                rank_configs[rank].node_rank, rank, size
-            )
-            devices = rank_configs[rank].env.get(DEVICES)
-            if is_gone or (collector.is_single and collector.devices != devices):
-                del world.collectors[rank]
-        wanted = [
-            rank_config for rank_config in rank_configs if rank_config.rank not in world.collectors
-        ]
+        for rank, collector in list(collectors.items()):
+            devices = collector.config.env.get(DEVICES), rank_configs[rank].env.get(DEVICES)
+            if collector.is_single and len({*devices}) > 1:
+                self._collectors.lose(collector.peer.__eq__)
+                del collectors[rank]
+        wanted = [config for config in rank_configs if config.rank not in collectors]
         if wanted:
             self._start_collectors(world, wanted)
-        return not wanted and all(c.is_ready for c in world.collectors.values())
+        return not wanted and all(c.is_ready for c in collectors.values())
 
     def missing(self, size: int) -> dict[int, dict[str, str]]:
         """Return rank -> node id -> reason why the rank lacks the test."""
@@ -356,12 +336,6 @@ class PerRank:
     def is_lost(self, size: int) -> bool:
         """Return whether gangs of a size cannot be started, as a rank has none of their tests."""
         return bool(self._worlds[size].lost)
-
-    def take(self, size: int) -> None:
-        """Record that a gang was started: collectors that became its ranks are used up."""
-        collectors = self._worlds[size].collectors
-        for rank in [rank for rank, c in collectors.items() if c.is_single]:
-            del collectors[rank]
 
     def extra(self) -> dict[str, str]:
         """Return node id -> message, for tests that only ranks have.
@@ -422,48 +396,42 @@ class PerRank:
     def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
-        argv, collectors = self._start_env.argv, self._supervisor.collectors
+        argv = self._start_env.argv
         world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
         begun, self._start_env.begun = self._start_env.begun, ()
-        wanted = [_for_collecting(c, collectors.next_number) for c in rank_configs]
+        wanted = [_for_collecting(c, self._collectors.num_starts + 1) for c in rank_configs]
         if begun and not _are_same(begun, wanted):
-            collectors.kill(collectors.add(begun, lambda *_: None))
-            begun, wanted = (), [_for_collecting(c, collectors.next_number) for c in rank_configs]
-        number = (collectors.add if begun else collectors.start)(
-            begun or wanted, functools.partial(self._on_message, world)
-        )
-        for rank_config in wanted:
-            world.collectors[rank_config.rank] = _CollectorStart(number, until, rank_config)
-            collect = Collect(
-                workerinput=encode(world.nodes[rank_config.rank].workerinput),
-                base_temp=rank_config.base_temp,
+            self._collectors.kill(self._collectors.start(begun, until, has_begun=True))
+            begun, wanted = (), [_for_collecting(c, 2) for c in rank_configs]
+        number = self._collectors.start(begun or wanted, until, has_begun=bool(begun))
+        base_temps = {rank_config.rank: rank_config.base_temp for rank_config in wanted}
+        for collector in self._collectors.of_number(number):
+            rank = collector.config.rank
+            collect = AskToCollect(
+                workerinput=encode(world.nodes[rank].workerinput),
+                base_temp=base_temps[rank],
                 digest="" if self._node_ids is None else digest_of(self._node_ids),
-                avoided=world.avoided.get(rank_config.rank, {}),
+                avoided=world.avoided.get(rank, {}),
             )
-            collectors.send(rank_config.node_rank, (number, rank_config.rank), collect)
+            collector.peer.send(collect)
 
-    def _on_message(self, world: _World, number: int, word: CollectorMessage, rank: int) -> None:
+    def _on_message(self, collectors: Sequence[RankCollector], message: CollectorMessage) -> None:
         """Handle the message of a collector: tests, its death, or stacks of late ones."""
-        collector = world.collectors.get(rank)
-        match word:
+        config = collectors[0].config
+        world = self._worlds.setdefault(config.world_size, _World())
+        match message:
             case Stacks():
-                self._give_up(world, number, word)
-            case _ if collector is None or collector.number != number:
-                pass  # of a collector that was replaced
+                self._give_up(collectors, message)
             case Collected():
-                collector.is_ready, collector.is_single = True, bool(word.obstacle)
-                if self._node_ids is None:
-                    self._uncompared.append((world, rank, word))
-                else:
-                    self._note_collected(world, rank, word)
+                world.collected[config.rank] = message
+                if self._node_ids is not None:
+                    self._note_collected(world, config.rank, message)
             case Died(exit_code=exit_code, phase=node_id):
-                del world.collectors[rank]
-                if not collector.is_ready:
+                if not collectors[0].is_ready:
                     what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
-                    log = f"{collector.rank_config.log_dir}/stderr.log"
-                    _blame(world, rank, node_id, f"{what}; see {log}")
+                    _blame(world, config.rank, node_id, f"{what}; see {config.log_dir}/stderr.log")
             case _:
-                assert_never(word)
+                assert_never(message)
 
     def _note_collected(self, world: _World, rank: int, collected: Collected) -> None:
         """Note how the tests of a rank differ from the controller's.
@@ -480,30 +448,31 @@ class PerRank:
                 world.lost[rank] = _NOTHING_FOUND
         world.differences[rank] = difference
 
-    def _drop_late(self, world: _World) -> None:
+    def _drop_late(self, size: int) -> None:
         """Request stacks of ranks that collect for too long; give up those that do not answer."""
         now = time.monotonic()
-        late = {r: c for r, c in world.collectors.items() if not c.is_ready and now > c.until}
-        for number in {collector.number for collector in late.values()}:
-            ranks = tuple(rank for rank, collector in late.items() if collector.number == number)
-            if all(late[rank].is_asked for rank in ranks):
-                self._give_up(world, number, Stacks(gang=number, stacks={}, flights={}, phases={}))
+        collectors = self._collectors.of_size(size).values()
+        late = [c for c in collectors if not c.is_ready and now > c.until]
+        for number in {collector.number for collector in late}:
+            found = [collector for collector in late if collector.number == number]
+            if all(collector.is_asked for collector in found):
+                none = Stacks(gang=number, stacks={}, flights={}, phases={})
+                self._give_up(self._collectors.of_number(number), none)
                 continue
-            self._supervisor.collectors.ask(number, ranks)
-            for rank in ranks:
-                late[rank].is_asked, late[rank].until = True, now + _STACKS_S
+            self._collectors.ask(number, tuple(c.config.rank for c in found))
+            for collector in found:
+                collector.is_asked, collector.until = True, now + _STACKS_S
 
-    def _give_up(self, world: _World, number: int, stacks: Stacks) -> None:
+    def _give_up(self, collectors: Sequence[RankCollector], stacks: Stacks) -> None:
         """Record the current collector of late ranks as failed, and kill them."""
-        collectors = {r: c for r, c in world.collectors.items() if c.number == number}
-        for rank, collector in collectors.items():
+        for collector in collectors:
             if collector.is_asked and not collector.is_ready:
+                rank, world = collector.config.rank, self._worlds[collector.config.world_size]
                 node_id = stacks.phases.get(str(rank), "")
                 stack = shorten_stack(stacks.stacks.get(str(rank), ""))
                 what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
                 _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
-            del world.collectors[rank]
-        self._supervisor.collectors.kill(number)
+        self._collectors.kill(collectors[0].number)
 
 
 def _node_ids(items: Sequence[pytest.Item]) -> list[str]:

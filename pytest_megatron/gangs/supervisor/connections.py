@@ -209,27 +209,44 @@ class Agents:
             del self._channels[node_rank]
 
 
-CollectorMessage: TypeAlias = Collected | Died | Stacks
-OnCollectorMessage: TypeAlias = Callable[[int, CollectorMessage, int], None]
-_OF_ALL = -1  # in place of a rank
-
-
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class RankCollector:
-    """An agent of one rank that has collected.
+    """A process that collects for one rank of gangs of one size, and is its agent then.
 
     Attributes:
-        number: Number of its start, below 0; numbers of gangs are above 0.
+        config: Configuration of the rank. In place of a gang's number it has one below 0, of those
+            that were started together.
+        is_ready: Whether it has collected.
         is_single: Whether it cannot fork and becomes the rank itself.
+        is_asked: Whether it was asked for its stack.
     """
 
-    number: int
+    config: RankConfig
     peer: Peer
-    is_single: bool
+    until: float  # it is late then, in seconds of the monotonic clock
+    is_ready: bool = False
+    is_single: bool = False
+    is_asked: bool = False
+
+    @property
+    def number(self) -> int:
+        """The number of those that were started together."""
+        return self.config.gang
+
+
+CollectorMessage: TypeAlias = Collected | Died | Stacks
+OnCollectorMessage: TypeAlias = Callable[[Sequence[RankCollector], CollectorMessage], None]
 
 
 class RankCollectors:
-    """All rank collectors of one controller; those started together share a number below 0."""
+    """All rank collectors of one controller.
+
+    Attributes:
+        on_message: Called with the messages of collectors, or with stacks of several.
+        num_starts: How often some were started.
+    """
+
+    on_message: OnCollectorMessage
 
     def __init__(self, agents: Agents) -> None:
         """Begin without processes that collect.
@@ -238,97 +255,77 @@ class RankCollectors:
             agents: Agents of nodes, which start collectors.
         """
         self._agents = agents
-        self._collectors: dict[tuple[int, int, int], RankCollector] = {}
-        self._configs: dict[int, tuple[tuple[RankConfig, ...], OnCollectorMessage]] = {}
+        self._all: list[RankCollector] = []
+        self.num_starts = 0
 
-    def add(self, configs: Sequence[RankConfig], on_message: OnCollectorMessage) -> int:
-        """Add collectors that have begun; return their number."""
-        number = -self.next_number
-        self._configs[number] = tuple(configs), on_message
-        return number
-
-    def start(self, configs: Sequence[RankConfig], on_message: OnCollectorMessage) -> int:
+    def start(self, configs: Sequence[RankConfig], until: float, *, has_begun: bool) -> int:
         """Start collectors; return their number.
 
         Args:
-            configs: Configurations of their ranks, with gang 0.
-            on_message: Called with their number, the message and its rank (-1 for stacks).
+            configs: Configurations of their ranks.
+            until: When they are late.
+            has_begun: Whether they were started already, as the first ones.
 
         Raises:
-            LaunchError: The agent of their first node is gone, or there is no port for a store.
+            LaunchError: There is no port for a store.
         """
-        self._agents.of_node(configs[0].node_rank)
-        store, configs = with_store([replace(config, gang=-self.next_number) for config in configs])
-        number = self.add(configs, on_message)
-        with store:
-            for node_rank in {config.node_rank for config in configs}:
-                if (node := self._agents.find(node_rank)) is not None:
+        self.num_starts += 1
+        number = -self.num_starts
+        nodes = {c.node_rank: self._agents.find(c.node_rank) for c in configs}
+        if not has_begun:
+            store, configs = with_store([replace(config, gang=number) for config in configs])
+            with store:
+                for node_rank, node in nodes.items():
                     own = tuple(c for c in configs if c.node_rank == node_rank)
-                    has_store = node_rank == 0
-                    node.send(
-                        Start(gang=number, configs=own, has_store=has_store),
-                        [store.fileno()] * has_store,
-                    )
+                    start = Start(gang=number, configs=own, has_store=node_rank == 0)
+                    if node is not None:
+                        node.send(start, [store.fileno()] * start.has_store)
+        self._all += [
+            RankCollector(config, Peer(node, (number, config.rank)), until)
+            for config in configs
+            if (node := nodes[config.node_rank]) is not None
+        ]
         return number
 
-    @property
-    def next_number(self) -> int:
-        """The next return value of `start`, without its sign."""
-        return len(self._configs) + 1
+    def of_size(self, world_size: int) -> dict[int, RankCollector]:
+        """Return rank -> collector for gangs of one size."""
+        return {c.config.rank: c for c in self._all if c.config.world_size == world_size}
 
-    def has(self, number: int) -> bool:
-        """Return whether collectors were started with a number."""
-        return number in self._configs
+    def of_number(self, number: int) -> list[RankCollector]:
+        """Return those that were started together."""
+        return [collector for collector in self._all if collector.number == number]
 
     def find(self, config: RankConfig) -> RankCollector | None:
         """Return the collector that can start a rank; one with `is_single` is then used up."""
-        key = config.node_rank, config.rank, config.world_size
-        collector = self._collectors.get(key)
-        if collector is not None and collector.is_single:
-            del self._collectors[key]
+        collector = self.of_size(config.world_size).get(config.rank)
+        if collector is None or not collector.is_ready:
+            return None
+        if collector.is_single:
+            self._all.remove(collector)
         return collector
 
-    def can_start(self, node_rank: int, rank: int, world_size: int) -> bool:
-        """Return whether a collector can start a rank."""
-        return (node_rank, rank, world_size) in self._collectors
-
-    def send(self, node_rank: int, place: Place, message: Message) -> None:
-        """Send a message to a collector, which may not run yet."""
-        if (node := self._agents.find(node_rank)) is not None:
-            node.send(message, place=place)
-
     def ask(self, number: int, ranks: tuple[int, ...]) -> None:
-        """Request stacks of the collectors with a number."""
-        for node in self._nodes(number):
+        """Request stacks of collectors with a number."""
+        for node in {collector.peer.node for collector in self.of_number(number)}:
             node.send(AskStacks(gang=number, ranks=ranks))
 
     def kill(self, number: int) -> None:
         """Kill the collectors with a number."""
-        for key in [k for k, c in self._collectors.items() if c.number == number]:
-            del self._collectors[key]
-        for node in self._nodes(number):
+        for node in {collector.peer.node for collector in self.of_number(number)}:
             node.send(Kill(gang=number))
+        self.lose(lambda peer: peer.place[0] == number)
 
-    def take_collected(self, source: Peer, collected: Collected) -> None:
-        """Record that a collector has collected."""
-        number, rank = source.place
-        configs, on_message = self._configs[number]
-        (config,) = [config for config in configs if config.rank == rank]
-        self._collectors[config.node_rank, rank, config.world_size] = RankCollector(
-            number=number, peer=source, is_single=bool(collected.obstacle)
-        )
-        on_message(number, collected, rank)
-
-    def take(self, message: Died | Stacks) -> None:
-        """Handle a message of a node's agent about collectors."""
-        rank = message.rank if isinstance(message, Died) else _OF_ALL
-        self._configs[message.gang][1](message.gang, message, rank)
+    def take(self, message: CollectorMessage, place: Place) -> None:
+        """Handle a message of a collector, or of its node about it; of all with a rank below 0."""
+        found = [c for c in self.of_number(place[0]) if place[1] < 0 or c.peer.place == place]
+        if isinstance(message, Died):
+            self.lose(lambda peer: peer.place == place)
+        for collector in found:
+            if isinstance(message, Collected):
+                collector.is_ready, collector.is_single = True, bool(message.obstacle)
+        if found:
+            self.on_message(found, message)
 
     def lose(self, is_lost: Callable[[Peer], bool]) -> None:
-        """Remove collectors that are gone."""
-        for place in [k for k, c in self._collectors.items() if is_lost(c.peer)]:
-            del self._collectors[place]
-
-    def _nodes(self, number: int) -> list[Channel]:
-        ranks = {config.node_rank for config in self._configs[number][0]}
-        return [node for rank in ranks if (node := self._agents.find(rank)) is not None]
+        """Remove collectors that are gone, or not to be used again."""
+        self._all = [collector for collector in self._all if not is_lost(collector.peer)]

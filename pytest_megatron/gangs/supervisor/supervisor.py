@@ -397,23 +397,24 @@ class Supervisor:
                 self.agents.add(source.node, pid)
             case Collected():
                 self._has_news = True
-                self.collectors.take_collected(source, message)
+                self.collectors.take(message, source.place)
+            case Died() | Stacks() | Killed() if message.gang < 0:
+                self._on_collectors(source, message)
             case Died() | Stacks() | Killed():
-                if self.collectors.has(message.gang):
-                    self._on_collectors(source, message)
-                elif (gang := self._gangs.get(message.gang)) is not None:
+                if (gang := self._gangs.get(message.gang)) is not None:
                     self._on_gang(gang, source, message)
             case _:
                 pass
 
     def _on_collectors(self, source: Peer, message: NodeMessage) -> None:
         """Take a message of a node's agent about rank collectors."""
-        if not isinstance(message, Killed):
-            self._has_news = True
-            self.collectors.take(message)
+        if isinstance(message, Killed):
+            return
+        self._has_news = True
+        place = message.gang, message.rank if isinstance(message, Died) else -1
+        self.collectors.take(message, place)
         if isinstance(message, Died):
-            collector = Peer(source.node, (message.gang, message.rank))
-            self._lose_holders(lambda agent: agent == collector)
+            self._lose_holders(lambda agent: agent == Peer(source.node, place))
 
     def _on_gang(self, gang: Gang, source: Peer, message: NodeMessage) -> None:
         """Take a message of an agent about a gang."""

@@ -7,11 +7,11 @@ import pytest
 from pytest_megatron.gangs.ipc.messages import (
     Adopt,
     AskStacks,
+    AskToCollect,
     BecomeRank,
     Broken,
     Close,
     Closed,
-    Collect,
     Collected,
     DebuggerAnswer,
     DebuggerLeft,
@@ -55,7 +55,9 @@ REPORT = PhaseReport("call", "failed", full={"sections": [["out", "x\0y"]]})
 MESSAGES: tuple[Message, ...] = (
     Register(role="agent", node_rank=2),
     Hello(pid=7),
-    Collect(workerinput="{}", base_temp="temp/rank0", digest="1f", avoided={"test_a.py": "died"}),
+    AskToCollect(
+        workerinput="{}", base_temp="temp/rank0", digest="1f", avoided={"test_a.py": "died"}
+    ),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import click
@@ -107,7 +108,7 @@ def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> 
     if schema is not None:
         click.echo(schema_path(schema))
         return
-    from pytest_megatron.workloads.training.checks.check import lint_checks  # noqa: PLC0415 - slow to import
+    from pytest_megatron.workloads.training.checks.check import lint_row  # noqa: PLC0415 - slow to import
 
     config, words = load_config(root), project_words(root)
     findings = lint_recipes(
@@ -115,7 +116,7 @@ def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> 
         root=root,
         vocabulary=words,
         other_names=config.golden_platforms,
-        row_checks=[lambda rows, _: lint_checks(rows, root, os.environ)],
+        check=partial(lint_row, env=os.environ),
     )
     click.echo(findings_text(findings, form), nl=False)
     sys.exit(any(finding.is_error for finding in findings))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from pytest_megatron.base.findings import Finding, Severity, in_order
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
@@ -27,7 +28,7 @@ from pytest_megatron.workloads.recipe.load import find_recipes, read_recipe
 from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import BUILT_IN_WORDS, Vocabulary, Workload
 
-RowCheck = Callable[[Iterable[Workload], Path], Iterable[Finding]]
+RowCheck: TypeAlias = Callable[[Workload, WorkloadCase], Iterable[Finding]]
 
 
 def lint_recipes(
@@ -36,7 +37,7 @@ def lint_recipes(
     root: Path,
     vocabulary: Vocabulary = BUILT_IN_WORDS,
     other_names: Mapping[str, str] = NO_OTHER_NAMES,
-    row_checks: Sequence[RowCheck] = (),
+    check: RowCheck = lambda _row, _case: (),
 ) -> tuple[Finding, ...]:
     """Return all findings on the recipes among and below `paths`.
 
@@ -48,7 +49,7 @@ def lint_recipes(
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
         other_names: Other names of platforms, in the names of goldens.
-        row_checks: Further checks of the rows, from layers above this one.
+        check: Further check of a row and its case, from a layer above this one.
 
     Raises:
         RecipeError: A path does not exist.
@@ -65,16 +66,14 @@ def lint_recipes(
             path, _, line = error.where.rpartition(":")
             finding = Finding(file=Path(path), line=int(line), rule="row", message=error.problem)
             findings.append(finding)
-    findings += _check_rows(workloads, root, other_names)
-    for check in row_checks:
-        findings += check(workloads, root)
+    findings += dict.fromkeys(_check_rows(workloads, root, other_names, check))
     if any(path.is_dir() for path in paths):
         findings += _unreachable_goldens(workloads, root, other_names)
     return in_order(findings)
 
 
 def _check_rows(
-    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
+    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str], check: RowCheck
 ) -> Iterator[Finding]:
     """Yield the errors of programs, cases and goldens of the rows."""
     cases: dict[Path, WorkloadCase | None] = {}
@@ -87,10 +86,13 @@ def _check_rows(
             continue  # a script does what it wants
         case = cases.get(path)
         yield from _check_program(workload, path, root, case)
-        if case is not None and case.needs_golden:
+        if case is None:
+            continue
+        if case.needs_golden:
             yield from check_golden(workload, root, other_names)
-        if case is not None and case.is_frozen:
+        if case.is_frozen:
             yield from _check_checkpoint(workload, root)
+        yield from check(workload, case)
 
 
 def _read_case(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pytest_megatron.base.findings import Finding, Severity
 from pytest_megatron.base.text import one_of
-from pytest_megatron.errors import CaseError, RecipeError
+from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.golden.policy import ComparedWorkload
-from pytest_megatron.workloads.recipe.case import WorkloadCase, case_of, case_path
+from pytest_megatron.workloads.recipe.case import WorkloadCase
 from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.layout import hits_of
 from pytest_megatron.workloads.training.checks.rules import (
@@ -41,34 +41,25 @@ def problem_of(findings: Iterable[CheckFinding]) -> tuple[str, str] | None:
     return first.where or "", f"{first.text}; nothing was run{more}"
 
 
-def lint_checks(
-    workloads: Iterable[Workload], root: Path, env: Mapping[str, str]
-) -> tuple[Finding, ...]:
-    """Return what is wrong with rows on whatever machine; cases that cannot be read are lint's.
+def lint_row(workload: Workload, case: WorkloadCase, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is wrong with a row on whatever machine.
 
     Args:
-        workloads: The rows.
-        root: The project.
+        workload: The row.
+        case: The test case of the row.
         env: The environment, whose variables cases may refer to.
     """
-    cases: dict[Path, WorkloadCase | None] = {}
-    found: dict[Finding, None] = {}
-    for workload in workloads:
-        if workload.disabled_reason is not None:
-            continue
-        path = case_path(root, workload)
-        if workload.own_case is not None or path not in cases:
-            cases[path] = _read(root, workload)
-        case = cases[path]
-        if case is None:
-            continue
-        if problem := _wrong_limits(workload):
-            found[problem] = None
-        if workload.script is None:
-            found.update(dict.fromkeys(_unknown_variables(workload, case, env)))
-        for finding in findings_of(hits_of(workload, case, {})):
-            found[_for_lint(finding, path)] = None
-    return tuple(found)
+    if workload.disabled_reason is not None:
+        return
+    try:
+        ComparedWorkload.of(workload)
+    except RecipeError as error:  # in limits of its own
+        line = workload.line
+        yield Finding(file=workload.file, line=line, rule="schema", message=error.problem)
+    if workload.script is None:
+        yield from _unknown_variables(workload, case, env)
+    for finding in findings_of(hits_of(workload, case, {})):
+        yield _for_lint(finding, case.path)
 
 
 def _unknown_variables(
@@ -99,24 +90,6 @@ def _unknown_variables(
                 message=f"{where}: unknown variable {name!r}, expected {expected}",
                 severity=Severity.ERROR if is_short else Severity.WARNING,
             )
-
-
-def _wrong_limits(workload: Workload) -> Finding | None:
-    """Return what is wrong with limits of a row's own, None if nothing is."""
-    try:
-        ComparedWorkload.of(workload)
-    except RecipeError as error:
-        line = workload.line
-        return Finding(file=workload.file, line=line, rule="schema", message=error.problem)
-    return None
-
-
-def _read(root: Path, workload: Workload) -> WorkloadCase | None:
-    """Return the case of a workload, None if it cannot be read."""
-    try:
-        return case_of(root, workload) if case_path(root, workload).is_file() else None
-    except CaseError:
-        return None
 
 
 def _for_lint(finding: CheckFinding, path: Path) -> Finding:

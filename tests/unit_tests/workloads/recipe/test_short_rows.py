@@ -19,7 +19,7 @@ from pytest_megatron.workloads.recipe.case import (
 from pytest_megatron.workloads.recipe.lint import lint_recipes
 from pytest_megatron.workloads.recipe.load import read_recipe
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, select
-from pytest_megatron.workloads.training.checks.check import lint_checks
+from pytest_megatron.workloads.training.checks.check import lint_row
 
 
 def rows(text: str) -> tuple[Workload, ...]:
@@ -272,7 +272,8 @@ def test_an_unknown_variable_and_a_wrong_limit_are_errors(tmp_path: Path) -> Non
         "    env: {A: '${TENSORBOARD_PATH}', B: '${A}', C: '${NOBODY_SETS_IT}'}\n"
         "    compare: {loss: {peak: 1.0}}\n"
     )
-    found = lint_checks(read_recipe(tmp_path / "r.yaml").workloads, tmp_path, {})
+    (row,) = read_recipe(tmp_path / "r.yaml").workloads
+    found = list(lint_row(row, case_of(tmp_path, row), {}))
     assert all(one.is_error for one in found)
     assert [(one.line, one.message.partition(", expected")[0]) for one in found] == [
         (2, "compare.loss: 'peak' is no limit of a metric of kind loss"),

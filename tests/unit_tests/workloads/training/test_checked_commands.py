@@ -12,8 +12,9 @@ from click.testing import CliRunner
 from labs import SlurmLab
 
 from pytest_megatron.workloads.commands.recipes import lint
+from pytest_megatron.workloads.recipe.case import case_of
 from pytest_megatron.workloads.recipe.load import find_recipes, load_recipe
-from pytest_megatron.workloads.training.checks.check import lint_checks
+from pytest_megatron.workloads.training.checks.check import lint_row
 
 RECIPE = """\
 type: basic
@@ -154,7 +155,7 @@ def test_our_own_recipes_have_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(Path(__file__).parents[4])
     rows = [row for file in find_recipes([Path("recipes")]) for row in load_recipe(file)]
     assert len(rows) > 20
-    assert lint_checks(rows, Path(), {}) == ()
+    assert [found for row in rows for found in lint_row(row, case_of(Path(), row), {})] == []
 
 
 def test_lint_knows_what_needs_no_machine(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +177,8 @@ def test_lint_names_a_variable_that_nothing_sets(project: Path) -> None:
     text = case.read_text().replace("SKIP_PYTEST: 1", f"SKIP_PYTEST: 1, {variables}")
     case.write_text(f"{text}  --save: ${{LUSTRE}}/x\n")
     rows = load_recipe(project / "recipes/gpt.yaml")
-    found = [str(one) for one in lint_checks(rows, project, {"HOME": "/h"}) if one.file == case]
+    (row,) = (row for row in rows if row.test_case == "right")
+    found = list(map(str, lint_row(row, case_of(project, row), {"HOME": "/h"})))
     known = (
         "A, B, C, CHECKPOINT_LOAD_PATH, CHECKPOINT_SAVE_PATH, DATA_CACHE_PATH, DATA_PATH, "
         "INFERENCE_OUTPUT_PATH, LOG_DIR, OUTPUT_PATH, PYTEST_MEGATRON_METRICS, "

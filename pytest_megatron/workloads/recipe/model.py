@@ -1,6 +1,6 @@
 """A workload: one row of a recipe, parsed once; the words of recipes, and their meaning. Pure.
 
-A project adds its own words (`Vocabulary.extended`); nothing here reads a file. Every selection is
+A project adds its own words (`project_words`); nothing else here reads a file. Every selection is
 exact equality, as Megatron-LM's: scope `L1` does not imply `L0`. Unlike there, an unknown
 word and a selection without workloads are errors that name the nearest matches.
 Source: Megatron-LM tests/test_utils/python_scripts/recipe_parser.py, load_workloads(), d98e8a64dd
@@ -63,21 +63,6 @@ class Vocabulary:
     environments: frozenset[str] = frozenset({"dev", "lts"})
     cadences: frozenset[str] = frozenset(CADENCES)
 
-    def extended(
-        self,
-        *,
-        scopes: Iterable[str] = (),
-        platforms: Iterable[str] = (),
-        environments: Iterable[str] = (),
-    ) -> Vocabulary:
-        """Return this vocabulary with a project's own words added."""
-        return replace(
-            self,
-            scopes=self.scopes | set(scopes),
-            platforms=self.platforms | set(platforms),
-            environments=self.environments | set(environments),
-        )
-
     def known(self, key: str) -> frozenset[str] | None:
         """Return the words that a recipe key takes, None for a key that takes any value."""
         words = {
@@ -106,8 +91,11 @@ def project_words(root: Path) -> Vocabulary:
         ConfigError: The project's settings are wrong.
     """
     config = load_config(root)
-    words = BUILT_IN_WORDS.extended(
-        scopes=config.scopes, platforms=config.platforms, environments=config.environments
+    words = replace(
+        BUILT_IN_WORDS,
+        scopes=BUILT_IN_WORDS.scopes.union(config.scopes),
+        platforms=BUILT_IN_WORDS.platforms.union(config.platforms),
+        environments=BUILT_IN_WORDS.environments.union(config.environments),
     )
     for name, platform in config.golden_platforms.items():
         if platform not in words.platforms:

@@ -108,6 +108,6 @@ def test_without_workloads_there_is_nothing_to_match() -> None:
 
 
 def test_a_project_may_add_words() -> None:
-    words = Vocabulary().extended(platforms=["dgx_b300"])
+    words = Vocabulary(platforms=Vocabulary().platforms | {"dgx_b300"})
     with pytest.raises(SelectionError, match="matches none of 5 workloads"):
         select(WORKLOADS, {"platform": ("dgx_b300",)}, words)

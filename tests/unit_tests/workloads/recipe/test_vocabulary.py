@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pytest_megatron.base.text import nearest
-from pytest_megatron.workloads.recipe.model import Vocabulary, disabled_reason, enabled_scope
+from pytest_megatron.workloads.recipe.model import (
+    Vocabulary,
+    disabled_reason,
+    enabled_scope,
+    project_words,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +32,10 @@ def test_words_are_known_by_their_key(key: str, word: str, *, expected: bool) ->
     assert Vocabulary().knows(key, word) is expected
 
 
-def test_a_project_adds_words_of_its_own() -> None:
-    words = Vocabulary().extended(scopes=["smoke"], platforms=["b200"], environments=["next"])
+def test_a_project_adds_words_of_its_own(tmp_path: Path) -> None:
+    settings = 'scopes = ["smoke"]\nplatforms = ["b200"]\nenvironments = ["next"]\n'
+    (tmp_path / "pyproject.toml").write_text(f"[tool.pytest-megatron]\n{settings}")
+    words = project_words(tmp_path)
     found = [("scope", "smoke"), ("scope", "smoke-broken"), ("platforms", "b200")]
     assert all(words.knows(key, word) for key, word in [*found, ("environment", "next")])
     assert not Vocabulary().knows("scope", "smoke")

@@ -15,8 +15,6 @@ from typing import assert_never
 from pytest_megatron.base.files import JsonValue, read_end, read_json, write_json_atomically
 from pytest_megatron.base.text import counted, describe_exit, name_ranks
 from pytest_megatron.errors import GoldenError, MetricsError, TriageError
-from pytest_megatron.gpu.health import Health
-from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.runs.headline import headline_fingerprint, make_headline, where_ranks_were
 from pytest_megatron.runs.layout import AttemptDirs, ItemDirs, PhaseDirs
 from pytest_megatron.runs.record import (
@@ -40,6 +38,7 @@ from pytest_megatron.triage.signatures import (
     is_named,
     match_signature,
 )
+from pytest_megatron.workloads.engine.api import SubmissionOutcome
 from pytest_megatron.workloads.golden.build import series_of_generation
 from pytest_megatron.workloads.golden.collect import has_measured, read_measured
 from pytest_megatron.workloads.golden.compare.result import Comparison
@@ -233,41 +232,35 @@ class FailureCause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
-    """One execution of a workload.
+class Attempt(SubmissionOutcome):
+    """One execution of a workload: what came of it, and what that means.
 
     Attributes:
         repeat: Counted from 1, as `number` is.
-        ends: Ends of the phases.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
-        health: State of the GPUs before and after; None without GPUs.
         is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
-        facts: Where and with what it ran; None where that is the controller's machine.
-        suspects: The machines that failed under it, where it was theirs.
-        note: What is odd about one that trained as it should, or None.
-        lost_s: Time that it ran, where no phase left its end.
         stopped: Why there is no attempt after it, although its cause is transient.
     """
 
     repeat: int
     number: int
     dirs: AttemptDirs
-    ends: tuple[PhaseEnd, ...]
     metrics: tuple[MetricMap, ...]
     cause: FailureCause | None
-    health: Health | None = None
     is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
-    facts: SessionFacts | None = None
-    suspects: tuple[str, ...] = ()
-    note: str | None = None
-    lost_s: float = 0.0
     stopped: str | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What is odd about it although it trained as it should, or None."""
+        stayed = (end.waiting for end in self.ends if end.waiting and end.is_clean)
+        return next((f"{name_ranks(ranks)} did not exit" for ranks in stayed), None)
 
     @property
     def is_whole(self) -> bool:

@@ -15,12 +15,11 @@ import random
 import sys
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Protocol, Self
 
 from pytest_megatron.base.files import write_json_atomically
-from pytest_megatron.base.text import name_ranks
 from pytest_megatron.errors import MegatronError, MetricsError
 from pytest_megatron.gpu.health import Health
 from pytest_megatron.runs.environment import SessionFacts
@@ -254,26 +253,15 @@ def _judged(
     if health is not None:
         found = RecordedHealthFile(faults=health.faults, notes=health.notes)
         write_json_atomically(plan.dirs.health, {**to_json(found), **to_json(health)})
+    known = {one.name: getattr(outcome, one.name) for one in fields(SubmissionOutcome)}
     attempt = Attempt(
         repeat=repeat,
         number=number,
         dirs=plan.dirs,
-        ends=outcome.ends,
         metrics=(),
         cause=None,
-        health=health,
         is_in_windows=plan.target is not None,
-        facts=outcome.facts,
-        suspects=outcome.suspects,
-        lost_s=outcome.lost_s,
-        note=next(
-            (
-                f"{name_ranks(e.waiting)} did not exit"
-                for e in outcome.ends
-                if e.waiting and e.is_clean
-            ),
-            None,
-        ),
+        **known,
     )
     if outcome.trouble is not None:
         return replace(attempt, cause=with_policy(cause_of(outcome, job.table), job.retry))

@@ -346,7 +346,11 @@ def summary_line(
     parts += list(dict.fromkeys(a.note for a in training.attempts if a.note is not None))
     if (reason := training.job.why_not_traced) is not None:
         parts.append(f"not traced: {reason}")
-    parts += [_retried(a) for a in training.attempts[:-1] if a.cause is not None]
+    parts += [
+        f"attempt {a.number} failed: {a.signature or 'unknown'}"
+        for a in training.attempts[:-1]
+        if a.cause is not None
+    ]
     return ", ".join(parts)
 
 
@@ -412,13 +416,6 @@ def _loss(metrics: MetricMap, names: Sequence[str]) -> Sequence[str]:
     return [f"{name} {first:.4f} -> {last:.4f} in {series.steps[-1]} iterations"]
 
 
-def _retried(attempt: Attempt) -> str:
-    """Describe why an attempt failed."""
-    assert attempt.cause is not None
-    known = attempt.cause.signature.id if attempt.cause.signature is not None else "unknown"
-    return f"attempt {attempt.number} failed: {known}"
-
-
 def item_record(
     training: Training,
     judgement: Judgement | None,
@@ -476,7 +473,6 @@ def _fingerprint(training: Training, judgement: Judgement | None) -> str:
 def _attempt_record(attempt: Attempt) -> RecordedAttempt:
     """Return an attempt for run.json."""
     cause, health = attempt.cause, attempt.health
-    signature = None if cause is None else cause.signature
     faults = () if health is None else tuple(fault.text for fault in health.faults)
     return RecordedAttempt(
         repeat=attempt.repeat,
@@ -487,7 +483,7 @@ def _attempt_record(attempt: Attempt) -> RecordedAttempt:
         num_left=sum(end.num_left for end in attempt.ends),
         cause=None if cause is None else cause.text,
         root_rank=None if cause is None else cause.rank,
-        signature=None if signature is None else signature.id,
+        signature=attempt.signature,
         is_transient=cause is not None and cause.is_transient,
         health=None if health is None else RecordedHealth(faults=faults, notes=health.notes),
         fingerprint=None if cause is None else fingerprint(cause),
@@ -537,25 +533,19 @@ class ItemRetries:
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from the run's budget."""
-        return self._session.retries.claim(_signature_of(attempt) or "", attempt.suspects)
+        return self._session.retries.claim(attempt.signature or "", attempt.suspects)
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why a workload is tried again, and when."""
         assert attempt.cause is not None
         when = f"in {pause_s:.1f} s" if pause_s else "at once"
-        why = f"known as {_signature_of(attempt)}, which is transient"
+        why = f"known as {attempt.signature}, which is transient"
         text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}: {why}"
         self._live.on_lines([self._session.shorten(text)])
 
     def note_end(self, training: Training) -> None:
         """Count the item, and print a line if machine or network fail the whole run."""
         is_broken = training.verdict is Verdict.BROKEN
-        broken_by = _signature_of(training.attempts[-1]) if is_broken else None
+        broken_by = training.attempts[-1].signature if is_broken else None
         if text := self._session.retries.note_end(self._node_id, broken_by):
             self._live.on_lines([f"megatron: {text}"])
-
-
-def _signature_of(attempt: Attempt) -> str | None:
-    """Return the id of the signature of a failed attempt."""
-    signature = None if attempt.cause is None else attempt.cause.signature
-    return None if signature is None else signature.id

@@ -263,6 +263,12 @@ class Attempt(SubmissionOutcome):
         return next((f"{name_ranks(ranks)} did not exit" for ranks in stayed), None)
 
     @property
+    def signature(self) -> str | None:
+        """Id of the row of the table that its failure is known as, or None."""
+        row = None if self.cause is None else self.cause.signature
+        return None if row is None else row.id
+
+    @property
     def is_whole(self) -> bool:
         """True if it trained as it should, whatever came after."""
         return self.cause is None or self.cause.is_after_training

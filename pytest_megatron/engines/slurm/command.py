@@ -45,7 +45,7 @@ from pytest_megatron.workloads.recipe.load import default_recipes, find_recipes,
 from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.plan.plan import Setting
-from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, make_job
+from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, describe_plan, make_job
 
 _WIDTH = 100
 _INDENT = "    "
@@ -213,13 +213,13 @@ class _SlurmItem:
             raise LaunchError("--run-dir", f"{self.run_dir} holds an earlier run; give another")
         job, root = self.checked.job, self.checked.plan.dirs.root
         facts = gather_facts(job.setting.root)
-        planned = self.checked.described(self.checked.plan, facts, repeat=1, number=1)
+        description = describe_plan(job, self.checked.plan, facts, repeat=1, number=1)
         spec = JobSpec(
             key=f"{job.dirs.root.name}/{root.relative_to(job.dirs.root)}",
-            plan=planned.plan,
+            plan=self.checked.plan,
             outcome=self.outcome,
             root=job.setting.root,
-            description=json.dumps(planned.description),
+            description=json.dumps(description),
             env=self.place.env,
             watches_gpus=self.checked.needed.gpus_per_node > 0,
             options={MODE: self.place.mode.value, PORTS: self.place.ports, REPEATABLE: "yes"},

@@ -62,7 +62,7 @@ from pytest_megatron.workloads.verdict.gradients import (
     compare_gradients,
     measure_gradients,
 )
-from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob
+from pytest_megatron.workloads.verdict.job import CheckedJob, Training, WorkloadJob, describe_plan
 from pytest_megatron.workloads.verdict.retry import (
     RetryPolicy,
     StopRetrying,
@@ -219,7 +219,8 @@ def _submission(
             if devices is None
             else checked.plan_of(repeat=repeat, number=number, devices=devices)
         )
-        return checked.described(chosen, facts, repeat=repeat, number=number)
+        description = describe_plan(job, chosen, facts, repeat=repeat, number=number)
+        return Planned(plan=chosen, description=description)
 
     healths = [outcome.health for outcome in earlier if outcome.health is not None]
     return Submission(

@@ -23,7 +23,6 @@ from pytest_megatron.runs.redact import Redactor
 from pytest_megatron.triage.signatures import Table, builtin_table
 from pytest_megatron.workloads.engine.api import (
     Checking,
-    Planned,
     Resources,
 )
 from pytest_megatron.workloads.golden.model import GENERATION_METRICS, rl_metrics
@@ -246,13 +245,6 @@ class CheckedJob:
         if devices is None and (repeat, number) == (self.job.replay.repeat, 1):
             return self.plan
         return _plan(self.job, repeat=repeat, number=number, devices=devices)
-
-    def described(
-        self, plan: AttemptPlan, facts: SessionFacts, *, repeat: int, number: int
-    ) -> Planned:
-        """Return the plan of an attempt with its description for `plan.json`."""
-        description = describe_plan(self.job, plan, facts, repeat=repeat, number=number)
-        return Planned(plan=plan, description=description)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

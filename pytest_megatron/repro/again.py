@@ -17,7 +17,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from pytest_megatron.runs.find import Chosen
+from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
 from pytest_megatron.runs.record import OptionValue, RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED

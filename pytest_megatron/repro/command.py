@@ -29,17 +29,17 @@ from pytest_megatron.repro.again import (
     command_for,
     environment_with,
 )
-from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
-from pytest_megatron.runs.environment import NAME as PATCH_NAME
-from pytest_megatron.runs.environment import gather_facts
-from pytest_megatron.runs.find import (
+from pytest_megatron.repro.choose import (
     Chosen,
     choose,
     find_plan,
-    find_runs,
     read_own_item,
     read_own_run,
 )
+from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
+from pytest_megatron.runs.environment import NAME as PATCH_NAME
+from pytest_megatron.runs.environment import gather_facts
+from pytest_megatron.runs.find import find_runs
 from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, item_dirs, make_own_dir
 from pytest_megatron.runs.record import (
     RecordedAttempt,

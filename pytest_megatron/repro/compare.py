@@ -8,8 +8,8 @@ from pathlib import Path
 
 from pytest_megatron.base.project import SHORT_COMMIT, ask_git
 from pytest_megatron.errors import ReproError
+from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.environment import NAME, Patch, SessionFacts, make_patch
-from pytest_megatron.runs.find import Chosen
 from pytest_megatron.runs.record import RecordedPlan, RecordedTest
 from pytest_megatron.workloads.recipe.case import ParallelSizes
 

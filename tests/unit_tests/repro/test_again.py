@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_runs import ROW, TEST, a_row, a_test, chosen_of, execution
+from chosen_runs import chosen_of
+from recorded_runs import ROW, TEST, a_row, a_test, execution
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.repro.again import Again, Wishes, command_for
-from pytest_megatron.runs.find import Chosen
+from pytest_megatron.repro.choose import Chosen
 
 COMMON = ["py", "-m", "pytest", "-p", "megatron", "--rootdir", ".", "--megatron-run-dir", "new"]
 COMMON += ["-o", "megatron_history=off", "--maxfail", "0"]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_runs import a_row, a_test, chosen_of
+from chosen_runs import chosen_of
+from recorded_runs import a_row, a_test
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.repro.command import ReproExit, judge_again

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.runs.find import Chosen, choose, read_own_run
 from pytest_megatron.runs.layout import item_dirs
 
 TEST = "test_a.py::test_x"
@@ -61,9 +60,3 @@ def write_plan(run_dir: Path, node_id: str, **more: JsonValue) -> None:
     phase = {"number": 1, "argv": argv, "env": {}, "world_size": 2}
     content = {"schema": 1, "node_id": node_id, "cwd": "/ci", "phases": [phase], "world_size": 2}
     plan.write_text(json.dumps({**content, **more}))
-
-
-def chosen_of(directory: Path, item: dict[str, JsonValue], **more: JsonValue) -> Chosen:
-    node_id = TEST if "world_size" in item else ROW
-    run_dir = write_run(directory, {node_id: item}, **more)
-    return choose({run_dir: read_own_run(run_dir)}, None)

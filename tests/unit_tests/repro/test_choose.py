@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 from recorded_runs import ROW, TEST, a_row, a_test, execution, write_run
 
-from pytest_megatron.errors import ReproError
-from pytest_megatron.runs.find import choose
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.errors import ReproError, RunError
+from pytest_megatron.repro.choose import choose, find_plan, read_own_run
+from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.runs.record import read_run
 
 
@@ -89,3 +91,53 @@ def test_an_attempt_that_is_not_there_is_told_with_those_that_are(tmp_path: Path
     run = read_run(write_run(tmp_path, {ROW: a_row()}))
     with pytest.raises(ReproError, match="no such attempt, expected repeat 1 attempt 1"):
         choose({tmp_path: run}, None, attempt=2)
+
+
+def test_a_plan_of_another_item_is_refused(tmp_path: Path) -> None:
+    run = write_run(tmp_path, {ROW: a_row()})
+    plan = item_dirs(run, ROW).attempt(repeat=1, attempt=1).plan
+    plan.write_text(plan.read_text().replace("line", "lime"))
+    with pytest.raises(ReproError, match=r"is of 'recipes/a\.yaml::lime\[dev-cpu\]', expected"):
+        find_plan(run, ROW, 1, 1)
+
+
+@pytest.mark.parametrize(
+    "node_id",
+    [
+        "--basetemp=/home/user::x",
+        "@arguments.txt::x",
+        "../outside/test_a.py::x",
+        "/etc/test_a.py::x",
+        "test_a.py",
+        "test_a.py::x\n--pdb",
+        "test_a.py::\x1b[2J",
+        "a\\..\\test_a.py::x",
+    ],
+)
+def test_a_name_that_is_no_test_of_the_project_is_refused(tmp_path: Path, node_id: str) -> None:
+    run_dir = write_run(tmp_path, {node_id: a_test()})
+    with pytest.raises(ReproError, match="is no node id of a test in the project; refused"):
+        read_own_run(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("more", "place"),
+    [
+        ({"commit": "HEAD; rm -rf ~"}, "commit"),
+        ({"commit": "--upload-pack=x"}, "commit"),
+        ({"image": "--privileged"}, "image"),
+        ({"image": "x $(id)"}, "image"),
+        ({"env": {"A=B; C": "1"}}, "env"),
+        ({"patch": {"file": "../../.bashrc"}}, "patch.file"),
+        ({"seeds": {"randomly_seed": 1}}, "seeds.randomly_seed"),
+        ({"options": {"rank_grace": -5}}, "options.rank_grace"),
+        ({"options": {"rank_timeout": -1}}, "options.rank_timeout"),
+    ],
+)
+def test_a_record_with_a_value_that_none_has_is_refused(
+    tmp_path: Path, more: dict[str, JsonValue], place: str
+) -> None:
+    run_dir = write_run(tmp_path, {TEST: a_test()}, **more)
+    with pytest.raises((ReproError, RunError)) as raised:
+        read_own_run(run_dir)
+    assert f"run.json: {place}" in str(raised.value).replace("'", "")  # repro quotes its own keys

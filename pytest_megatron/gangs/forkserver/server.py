@@ -25,7 +25,6 @@ from typing import NoReturn, TypeAlias
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
 from pytest_megatron.gangs.ipc.channel import OWN, BufferedChannel, Frame, Place
 from pytest_megatron.gangs.ipc.messages import (
-    Adopt,
     AskStacks,
     Broken,
     Died,
@@ -257,6 +256,8 @@ class Agent:
     def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
         """Do what a message of the controller asks for."""
         match message:
+            case Start(adopted=number) if number:
+                self._adopt(message, descriptors)
             case Start(gang=gang, configs=configs, has_store=has_store):
                 if has_store:
                     listening = socket.socket(fileno=os.dup(descriptors[0]))
@@ -266,8 +267,6 @@ class Agent:
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
                 self._collect()
-            case Adopt():
-                self._adopt(message)
             case Interrupt(gang=gang):
                 send_signal(self._living(gang), signal.SIGINT)
             case AskStacks(gang=gang, ranks=ranks):
@@ -306,16 +305,16 @@ class Agent:
         os.close(trigger_read)
         self._children[pid] = child
 
-    def _adopt(self, adopt: Adopt) -> None:
-        """Assign a collector that becomes a rank to its gang."""
-        for child in self._children.values():
-            if (child.config.gang, child.config.rank) == (adopt.collector, adopt.rank):
-                child.config = replace(
-                    child.config, gang=adopt.gang, device=adopt.device, log_dir=adopt.log_dir
-                )
-                if not child.is_alive:
-                    died = Died(gang=adopt.gang, rank=adopt.rank, exit_code=child.exit_code)
-                    self._channel.send(died)
+    def _adopt(self, start: Start, descriptors: Sequence[int]) -> None:
+        """Assign agents of one rank to a gang, whose ranks they become."""
+        for config in start.configs:
+            for child in self._children.values():
+                if child.place == (start.adopted, config.rank):
+                    child.config = config
+                    if child.is_alive:
+                        child.channel.send(replace(start, configs=(config,)), descriptors)
+                    else:
+                        self._report_death(child, "", 0)
 
     def _collect(self) -> None:
         """Wait for processes that ended, and report ranks among them."""
@@ -334,15 +333,12 @@ class Agent:
                 child.read()
                 self._pass_on(child)
                 child.close(os.waitstatus_to_exitcode(status))
-                self._channel.send(
-                    Died(
-                        gang=child.config.gang,
-                        rank=child.config.rank,
-                        exit_code=child.exit_code,
-                        phase=phase,
-                        run=run,
-                    )
-                )
+                self._report_death(child, phase, run)
+
+    def _report_death(self, child: _Child, phase: str, run: int) -> None:
+        gang, rank = child.place
+        died = Died(gang=gang, rank=rank, exit_code=child.exit_code, phase=phase, run=run)
+        self._channel.send(died)
 
     def _living(self, gang: int) -> list[int]:
         return [p for p, c in self._children.items() if c.is_alive and c.config.gang == gang]

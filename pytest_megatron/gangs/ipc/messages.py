@@ -327,27 +327,13 @@ class Start:
 
     Attributes:
         has_store: Whether the first descriptor is the socket of the gang's store, which listens.
+        adopted: Number below 0 of agents of one rank, which become these ranks; 0 for new ones.
     """
 
     gang: int
     configs: tuple[RankConfig, ...]
     has_store: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adopt:
-    """Assign the agent of one rank, which becomes that rank, to a gang.
-
-    Attributes:
-        collector: The number that it was started with in place of a gang's.
-        log_dir: Directory of its logs from now on.
-    """
-
-    collector: int
-    gang: int
-    rank: int
-    device: str
-    log_dir: str
+    adopted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,7 +415,6 @@ Message: TypeAlias = (
     | Close
     | DebuggerAnswer
     | Start
-    | Adopt
     | Died
     | Kill
     | Killed

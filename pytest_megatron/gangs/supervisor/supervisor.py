@@ -15,7 +15,6 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import OWN, Channel, Frame
 from pytest_megatron.gangs.ipc.messages import (
-    Adopt,
     AskStacks,
     Broken,
     Close,
@@ -69,9 +68,8 @@ class Gang:
         inboxes: Rank -> its messages that are not handled yet.
         holders: Agents that still have processes of it.
         silent: Agents that have not answered the last request for stacks.
-        starters: Rank -> agent that starts it.
-        keepers: Rank -> agent that is its parent: another one where the first one becomes the rank;
-            and the one that has the store.
+        keepers: Rank -> agent that starts it and is its parent; and the one that has the store.
+        adopted: Rank -> number of the collector that becomes it.
         missing: Rank -> node id -> reason why the rank lacks the test.
         orphans: Configurations of ranks that cannot be started, as their node is gone.
         is_in_lockstep: Whether its ranks agree among themselves that a test passed.
@@ -88,8 +86,8 @@ class Gang:
     holders: set[Peer] = field(default_factory=set)
     silent: set[Peer] = field(default_factory=set)
     stacks: list[Stacks] = field(default_factory=list)
-    starters: dict[int, Peer] = field(default_factory=dict)
     keepers: dict[int, Peer] = field(default_factory=dict)
+    adopted: dict[int, int] = field(default_factory=dict)
     missing: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
     orphans: list[RankConfig] = field(default_factory=list)
     is_in_lockstep: bool = False
@@ -102,32 +100,21 @@ class Gang:
 
     def peer(self, rank: int) -> Peer:
         """Return a rank, to send to."""
-        return Peer(self.starters[rank].node, (self.number, rank))
+        return Peer(self.keepers[rank].node, (self.number, rank))
 
 
 def choose_agent(
     gang: Gang, config: RankConfig, agents: Agents, collectors: RankCollectors
 ) -> None:
-    """Choose the agent that starts a rank, and the one that is its parent."""
-    node = Peer(agents.of_node(config.node_rank))
+    """Choose the agent that starts a rank."""
+    gang.keepers[config.rank] = Peer(agents.of_node(config.node_rank))
     collector = collectors.find(config)
-    if collector is None:
-        gang.starters[config.rank] = gang.keepers[config.rank] = node
-        return
-    gang.is_in_lockstep = False
-    gang.starters[config.rank] = gang.keepers[config.rank] = collector.peer
-    if collector.is_single:
-        gang.keepers[config.rank] = node
-        node.send(
-            Adopt(
-                collector=collector.number,
-                gang=gang.number,
-                rank=config.rank,
-                device=config.device,
-                log_dir=config.log_dir,
-            )
-        )
-        gang.starters[config.rank] = gang.peer(config.rank)
+    if collector is not None:
+        gang.is_in_lockstep = False
+        if collector.is_single:
+            gang.adopted[config.rank] = collector.number
+        else:
+            gang.keepers[config.rank] = collector.peer
 
 
 def start_ranks(gang: Gang) -> None:
@@ -137,14 +124,18 @@ def start_ranks(gang: Gang) -> None:
         LaunchError: There is no port for the store.
     """
     store, gang.configs = with_store(gang.configs)
-    by_agent: dict[Peer, list[RankConfig]] = {gang.keepers[OF_STORE]: []}
+    first = gang.keepers[OF_STORE], 0
+    starts: dict[tuple[Peer, int], list[RankConfig]] = {first: []}
     for config in gang.configs:
-        by_agent.setdefault(gang.starters[config.rank], []).append(config)
+        start = gang.keepers[config.rank], gang.adopted.get(config.rank, 0)
+        starts.setdefault(start, []).append(config)
     with store:
-        for agent, configs in by_agent.items():
-            has_store = agent == gang.keepers[OF_STORE]
+        for (agent, adopted), configs in starts.items():
+            has_store = (agent, adopted) == first
             agent.send(
-                Start(gang=gang.number, configs=tuple(configs), has_store=has_store),
+                Start(
+                    gang=gang.number, configs=tuple(configs), has_store=has_store, adopted=adopted
+                ),
                 [store.fileno()] * has_store + list(gang.descriptors),
             )
 
@@ -161,7 +152,7 @@ def send_to_ranks(gang: Gang, *messages: Message) -> None:
     """Send messages to all ranks of a gang, at once."""
     contents = [encode(message) for message in messages]
     by_node: dict[Channel, list[Frame]] = {}
-    for rank in gang.starters:
+    for rank in gang.keepers.keys() - {OF_STORE}:
         node, place = gang.peer(rank).node, gang.peer(rank).place
         by_node.setdefault(node, []).extend(Frame(place, content) for content in contents)
     for node, frames in by_node.items():

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.gangs.ipc.messages import (
-    Adopt,
     AskStacks,
     AskToCollect,
     BecomeRank,
@@ -59,7 +58,6 @@ MESSAGES: tuple[Message, ...] = (
         workerinput="{}", base_temp="temp/rank0", digest="1f", avoided={"test_a.py": "died"}
     ),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
-    Adopt(collector=-1, gang=2, rank=1, device="cpu", log_dir="logs"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),
     PhaseEnded(run=1, when="call", outcome="failed", report=REPORT),
     Done(

@@ -567,16 +567,12 @@ def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
             values[name] = dict(sorted(table.items()))
     if provenance.spread:
         values["spread"] = {
-            metric: _spread_to_json(spread) for metric, spread in sorted(provenance.spread.items())
+            metric: {str(step): value for step, value in spread.items()}
+            if isinstance(spread, Series)
+            else spread
+            for metric, spread in sorted(provenance.spread.items())
         }
     return dict(sorted(values.items()))
-
-
-def _spread_to_json(spread: Spread) -> JsonValue:
-    """Return a spread as JSON."""
-    if isinstance(spread, Series):
-        return {str(step): value for step, value in spread.items()}
-    return spread
 
 
 def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
@@ -614,27 +610,21 @@ def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
 
 def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
     """Return the spread of one metric."""
-    number = _deviation(value)
-    if number is not None:
-        return number
-    if isinstance(value, dict) and all(step.isdecimal() for step in value):
-        deviations: dict[int, Value] = {
-            int(step): sd for step, text in value.items() if (sd := _deviation(text)) is not None
-        }
-        if len(deviations) == len(value):
-            return series_of(deviations, is_full_precision=True)
-    raise GoldenError(
-        where,
-        f"_provenance: the spread of {metric!r} is neither a number from 0 up nor an object of "
-        "step to such a number",
-    )
-
-
-def _deviation(value: JsonValue) -> float | None:
-    """Return a deviation, None if it is none."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if 0 <= value < float("inf") else None
+    parts = value if isinstance(value, dict) else {"0": value}
+    deviations: dict[int, Value] = {
+        int(step): float(number)
+        for step, number in parts.items()
+        if step.isdecimal() and isinstance(number, int | float) and not isinstance(number, bool)
+        if 0 <= number < math.inf
+    }
+    if len(deviations) != len(parts):
+        raise GoldenError(
+            where,
+            f"_provenance: the spread of {metric!r} is neither a number from 0 up nor an object of "
+            "step to such a number",
+        )
+    spread = series_of(deviations, is_full_precision=True)
+    return spread if isinstance(value, dict) else spread.finite()[0]
 
 
 # Of no influence on what a training computes.

@@ -57,7 +57,6 @@ class ComparisonRule(Enum):
     GRADIENT = "norm of the difference"
     NOT_FINITE = "not finite"
     SHAPE = "shape"
-    # Between the traces of two layouts.
     # megatron, beside `exact`.
     APPROXIMATE = "approximate"
     UNKNOWN = "unknown metric"

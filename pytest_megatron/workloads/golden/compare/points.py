@@ -32,8 +32,7 @@ from pytest_megatron.workloads.golden.model import (
 )
 
 Numbers: TypeAlias = NDArray[np.float64]
-Steps: TypeAlias = NDArray[np.int64]
-_Kept: TypeAlias = "slice[int | None, int | None, None] | NDArray[np.bool_] | Steps"
+_Kept: TypeAlias = "slice[int | None, int | None, None] | NDArray[np.bool_] | NDArray[np.intp]"
 _NUM_DECIMALS = 5  # Megatron-LM's extraction, and so its goldens
 LEAST_COVERED = 0.9  # of a run, by its golden
 
@@ -43,10 +42,10 @@ class Points:
     """The steps at which golden and run both have a finite number, ascending.
 
     Attributes:
-        steps: (num_points,) as the values of both are.
+        steps: (num_points,) as the values of both are; whole numbers of any size.
     """
 
-    steps: Steps
+    steps: NDArray[np.object_]
     observed: Numbers
     golden: Numbers
 
@@ -127,7 +126,7 @@ def shared_points(golden: Series, observed: Series) -> Points:
     expected, got = golden.finite(), observed.finite()
     steps = [step for step in expected if step in got]
     return Points(
-        np.array(steps, np.int64),
+        np.array(steps, object),
         np.array([got[step] for step in steps], np.float64),
         np.array([expected[step] for step in steps], np.float64),
     )

@@ -405,9 +405,9 @@ def growing_deviation(
     if not isinstance(spread, Series):
         return [spread or 0.0] * len(steps)
     known = [v for v in spread.values if isinstance(v, float)]
-    starts = np.searchsorted(spread.steps, steps, "right") - look_back
-    ends = np.searchsorted(spread.steps, np.add(steps, look_ahead), "right")
-    pairs = zip(np.maximum(0, starts), ends, strict=True)
+    ends = [bisect_right(spread.steps, step + look_ahead) for step in steps]
+    starts = [max(0, bisect_right(spread.steps, step) - look_back) for step in steps]
+    pairs = zip(starts, ends, strict=True)
     return [max(known[start:end], default=0.0) for start, end in pairs]
 
 

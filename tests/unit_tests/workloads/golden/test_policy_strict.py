@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -382,6 +383,20 @@ def test_a_resumed_run_is_compared_after_the_middle_only() -> None:
     ]
     wrong = {**second, "lm loss": series_of({**late, 26: 9.0}, is_full_precision=True)}
     assert not compare_resume(first, wrong, train_iters=50, metrics=["lm loss"])[0].passed
+
+
+@pytest.mark.parametrize("shift", [1 << 62, 1 << 63, 10**30])
+def test_steps_may_be_of_any_size(shift: int) -> None:
+    far = series_of({shift + s: v for s, v in LOSS.items()}, is_full_precision=True)
+    spread = {"lm loss": series_of(dict.fromkeys(far.steps, 1e-6), is_full_precision=True)}
+    golden = Golden(
+        path="g", metrics={"lm loss": far}, provenance=Provenance(repeats=5, spread=spread)
+    )
+    off = replace(far, values=tuple(v * 1.01 for v in LOSS.values() if isinstance(v, float)))
+    (passed,), (failed,) = (compare(golden, {"lm loss": run}) for run in (far, off))
+    assert (passed.passed, failed.passed) == (True, False)
+    assert failed.first is not None
+    assert failed.first.step == shift + 1
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import glob
 import os
 import re
 import sys
@@ -132,10 +133,14 @@ class _SourceFiles:
 
     def collected_files(self) -> Iterator[str]:
         """Yield conftest files and test files, as pytest will find them."""
-        here, words = self._here, self._config.known_args_namespace.file_or_dir
-        paths = [p for word in words if (p := Path(here, word.partition("::")[0])).exists()]
-        if not paths and here == self._root:
-            paths = [p for each in self._ini("testpaths") for p in here.glob(each)]
+        here, root = self._here, self._root
+        words = [word.partition("::")[0] for word in self._config.known_args_namespace.file_or_dir]
+        if not words and here == root:
+            for pattern in self._ini("testpaths"):
+                words += sorted(glob.glob(str(root / pattern), recursive=True))  # noqa: PTH207 - any
+        # A word may be the value of an option that a conftest file declares.
+        found = [Path(here, word) for word in words]
+        paths = [path for path in found if os.path.exists(path)]  # noqa: PTH110 - also a long one
         for path in paths or [here]:
             yield from (str(p / "conftest.py") for p in reversed(path.parents) if self._has(p))
         for path in paths or [here]:
@@ -208,7 +213,12 @@ class _ImportedModule(ast.NodeVisitor):
         tree = _parse(_without_tests(text)) or _parse(text)
         if tree is not None:
             self._note_functions(tree.body, "")
-            self.visit(tree)
+            self._visit(tree.body)
+
+    def _visit(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            with contextlib.suppress(RecursionError):  # of an expression of hundreds of terms
+                self.visit(statement)
 
     def functions_that_read(self) -> Iterator[tuple[str, list[_Read]]]:
         """Yield names of functions that read the rank when they are called, and what they read."""
@@ -229,8 +239,7 @@ class _ImportedModule(ast.NodeVisitor):
         """Visit the body of a function of this module that is called."""
         if name in self._functions and name not in self._followed:
             self._followed.append(name)
-            for statement in self._functions[name].body:
-                self.visit(statement)
+            self._visit(self._functions[name].body)
             self._followed.pop()
 
     def _origin(self, node: ast.expr) -> str:

@@ -147,6 +147,7 @@ NOT_READING = {
         """,
     "one size": "import os\nSIZE = os.environ['WORLD_SIZE']",
     "no Python": "RANK = 'RANK' is",
+    "of many terms": "LAST = ''\nNAMES = " + " + ".join(900 * ["(LAST or 'RANK')"]),
 }
 
 
@@ -167,7 +168,8 @@ def test_a_size_counts_where_a_mark_names_another_one(tmp_path: Path) -> None:
     text = "import os, pytest\nSIZE = os.getenv('WORLD_SIZE')\n@pytest.mark.world_size({})\n"
     text += "def test_it(): ...\n"
     assert find(tmp_path, {"test_it": text.format(2)}) == ""
-    assert find(tmp_path, {"test_it": text.format(4)}) == "WORLD_SIZE in test_it.py:2"
+    no_path = 300 * "x"  # the value of an option of a conftest file
+    assert find(tmp_path, {"test_it": text.format(4)}, no_path) == "WORLD_SIZE in test_it.py:2"
 
 
 READER = "import os\nRANK = os.environ['RANK']"

@@ -22,6 +22,8 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import adapter, validate
 from pytest_megatron.engines.multitask.coordinator import MissingTasksError
 from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
@@ -31,7 +33,6 @@ from pytest_megatron.workloads.engine.api import EngineError, TroubleKind
 from pytest_megatron.workloads.engine.records import (
     JobRecord,
     JobSpec,
-    of_start,
     read_spec,
     write_record,
 )
@@ -91,6 +92,34 @@ def claim_start(directory: Path) -> int:
             file.write(f"{socket.gethostname()} {os.environ.get('SLURM_JOB_ID', '')}\n")
             return number
     raise AssertionError
+
+
+def of_start(spec: JobSpec, number: int) -> JobSpec:
+    """Return what the n-th start of a submitted script carries out, with files of its own.
+
+    All paths of an attempt begin with its directory, wherever in the plan they are.
+    """
+    if number == 1:
+        return spec
+    first = spec.plan.dirs.root
+    own = first.with_name(f"attempt_{number}")
+    plan = _moved(adapter(AttemptPlan).dump_python(spec.plan, mode="json"), str(first), str(own))
+    return replace(
+        spec,
+        plan=validate(AttemptPlan, plan),
+        description=json.dumps(_moved(json.loads(spec.description), str(first), str(own))),
+        outcome=spec.outcome.with_stem(f"{spec.outcome.stem}-{number}"),
+        key=f"{spec.key.rpartition('/')[0]}/{own.name}",
+    )
+
+
+def _moved(value: JsonValue, old: str, new: str) -> JsonValue:
+    """Return data in which what lay in one directory lies in another."""
+    if isinstance(value, dict):
+        return {name: _moved(one, old, new) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_moved(one, old, new) for one in value]
+    return value.replace(old, new) if isinstance(value, str) else value
 
 
 def run(spec: JobSpec, step: Step | None) -> int:

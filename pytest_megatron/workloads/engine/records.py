@@ -6,13 +6,12 @@ hold what a case sets, and so is readable by its owner only.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue, parse_json, read_bytes, write_json_atomically
-from pytest_megatron.base.schema import SchemaError, adapter, parse, validate
+from pytest_megatron.base.files import parse_json, read_bytes, write_json_atomically
+from pytest_megatron.base.schema import SchemaError, adapter, parse
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import SessionFacts
 from pytest_megatron.workloads.engine.api import (
@@ -101,34 +100,6 @@ def read_spec(path: Path) -> JobSpec:
             f"is no spec of this version: {error.problems[0].in_output}; the job must have the "
             f"same pytest-megatron as the controller",
         ) from error
-
-
-def of_start(spec: JobSpec, number: int) -> JobSpec:
-    """Return what the n-th start of a submitted script carries out, with files of its own.
-
-    All paths of an attempt begin with its directory, wherever in the plan they are.
-    """
-    if number == 1:
-        return spec
-    first = spec.plan.dirs.root
-    own = first.with_name(f"attempt_{number}")
-    plan = _moved(adapter(AttemptPlan).dump_python(spec.plan, mode="json"), str(first), str(own))
-    return replace(
-        spec,
-        plan=validate(AttemptPlan, plan),
-        description=json.dumps(_moved(json.loads(spec.description), str(first), str(own))),
-        outcome=spec.outcome.with_stem(f"{spec.outcome.stem}-{number}"),
-        key=f"{spec.key.rpartition('/')[0]}/{own.name}",
-    )
-
-
-def _moved(value: JsonValue, old: str, new: str) -> JsonValue:
-    """Return data in which what lay in one directory lies in another."""
-    if isinstance(value, dict):
-        return {name: _moved(one, old, new) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_moved(one, old, new) for one in value]
-    return value.replace(old, new) if isinstance(value, str) else value
 
 
 def write_record(path: Path, record: JobRecord) -> None:

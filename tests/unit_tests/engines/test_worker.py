@@ -15,6 +15,7 @@ import pytest
 from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
+from pytest_megatron.engines.worker import of_start
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import (
     EngineError,
@@ -24,7 +25,7 @@ from pytest_megatron.workloads.engine.api import (
     TroubleKind,
     open_engine,
 )
-from pytest_megatron.workloads.engine.records import of_start, read_record, read_spec
+from pytest_megatron.workloads.engine.records import read_record, read_spec
 from pytest_megatron.workloads.verdict.attempt import Verdict
 from pytest_megatron.workloads.verdict.driver import begin, train
 from pytest_megatron.workloads.verdict.job import check_job

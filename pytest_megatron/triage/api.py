@@ -14,7 +14,7 @@ from pytest_megatron.triage.diagnosis import Diagnosis, diagnose, evidence_of
 from pytest_megatron.triage.find import find_units, with_records
 from pytest_megatron.triage.gather import gather, make_scanner
 from pytest_megatron.triage.logs.unwrap import unwrap
-from pytest_megatron.triage.rank_log import LogFile, RankLog, Unit
+from pytest_megatron.triage.rank_log import RankLog, Unit
 from pytest_megatron.triage.root_cause import find_root
 from pytest_megatron.triage.signatures import Table, builtin_table
 
@@ -155,32 +155,17 @@ def _examine(unit: Unit, table: Table) -> tuple[RankLog, Diagnosis | Unclear | N
     """Return what was read of a launch, and its failure; None is a good end."""
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-triage-") as directory:
         logs = tuple(unwrap(log, Path(directory)) for log in unit.logs)
-        return _judge(replace(unit, logs=logs), unit.logs, table)
-
-
-def _judge(
-    unit: Unit, raw_logs: Sequence[LogFile], table: Table
-) -> tuple[RankLog, Diagnosis | Unclear | None]:
-    """Return the same from logs without what was put around their lines."""
-    rank_log = gather(unit, table, make_scanner(table))
-    root = with_records(unit, find_root(rank_log, table), table)
-    if root is not None:
-        return rank_log, diagnose(rank_log, root)
-    if unit.known.returncode == 0 or rank_log.success is not None:
-        return rank_log, None
-    told = [rank_log.launcher, *rank_log.ranks.values()]
-    words = [place for one in told for place in one.last_words[-_MOST_WORDS:]][:_MOST_WORDS]
-    return rank_log, Unclear(
-        unit=unit.name,
-        num_logs=len(unit.logs),
-        num_bytes=sum(_size(log.path) for log in raw_logs),
-        last_words=tuple(evidence_of(place, None) for place in words),
-    )
-
-
-def _size(path: Path) -> int:
-    """Return the size of a file, 0 if it is gone."""
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
+        rank_log = gather(replace(unit, logs=logs), table, make_scanner(table))
+        root = with_records(unit, find_root(rank_log, table), table)
+        if root is not None:
+            return rank_log, diagnose(rank_log, root)
+        if unit.known.returncode == 0 or rank_log.success is not None:
+            return rank_log, None
+        told = [rank_log.launcher, *rank_log.ranks.values()]
+        words = [place for one in told for place in one.last_words[-_MOST_WORDS:]][:_MOST_WORDS]
+        return rank_log, Unclear(
+            unit=unit.name,
+            num_logs=len(unit.logs),
+            num_bytes=sum(log.path.stat().st_size for log in unit.logs if log.path.exists()),
+            last_words=tuple(evidence_of(place, None) for place in words),
+        )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -69,13 +69,10 @@ def analyse(
         dumps: Rank -> what it recorded. Ranks may be missing.
         world_size: Number of ranks, where it is known; else taken from the groups.
     """
-    found = [
-        finding
-        for group in sorted({e.group for dump in dumps.values() for e in dump.entries})
-        if (finding := _compare(_GroupCalls.of(group, dumps, world_size))) is not None
-    ]
-    if not found:
-        found = list(_silent(dumps, world_size))
+    names = sorted({e.group for dump in dumps.values() for e in dump.entries})
+    groups = [_GroupCalls.of(name, dumps, world_size) for name in names]
+    found = [finding for group in groups if (finding := _compare(group)) is not None]
+    found = found or [finding for group in groups if (finding := _silent(group)) is not None]
     waiting = {f.entry.group: _waiting(dumps, f.entry.group) for f in found}
 
     def order(finding: CollectiveMismatch) -> tuple[bool, bool, int]:
@@ -230,26 +227,21 @@ def _not_started(group: _GroupCalls, at: Mapping[int, FlightEntry]) -> Collectiv
     )
 
 
-def _silent(
-    dumps: Mapping[int, FlightDump], world_size: int | None
-) -> Iterator[CollectiveMismatch]:
+def _silent(group: _GroupCalls) -> CollectiveMismatch | None:
     """Return the ranks without a dump, if all others wait for the same collective."""
-    for group in sorted({e.group for dump in dumps.values() for e in dump.entries}):
-        found = _GroupCalls.of(group, dumps, world_size)
-        ends = [calls[max(calls)] for calls in found.calls.values() if calls]
-        open_ = [entry for entry in ends if entry.is_open]
-        if not found.silent or not open_:
-            continue
-        entry = open_[0]
-        yield CollectiveMismatch(
-            kind=Desync.NO_DUMP,
-            ranks=found.silent,
-            is_certain=len(found.silent) < len(found.calls),
-            entry=entry,
-            text=f"{entry.op}, collective {entry.seq} of group {found.name}: "
-            f"{name_ranks(found.calls)} wait in it, {name_ranks(found.silent)} left no dump"
-            f"{_place(entry)}",
-        )
+    ends = [calls[max(calls)] for calls in group.calls.values() if calls]
+    entry = next((entry for entry in ends if entry.is_open), None)
+    if not group.silent or entry is None:
+        return None
+    return CollectiveMismatch(
+        kind=Desync.NO_DUMP,
+        ranks=group.silent,
+        is_certain=len(group.silent) < len(group.calls),
+        entry=entry,
+        text=f"{entry.op}, collective {entry.seq} of group {group.name}: "
+        f"{name_ranks(group.calls)} wait in it, {name_ranks(group.silent)} left no dump"
+        f"{_place(entry)}",
+    )
 
 
 def _waiting(dumps: Mapping[int, FlightDump], group: str) -> set[int]:

@@ -177,7 +177,12 @@ def _paragraph(headline: str, rank_log: RankLog, root: Root, facts: Mapping[str,
     sentences = [f"{text.rstrip('.')}." for text in also]
     if "tried_to_allocate" in facts:
         sentences.append(_say_memory(facts))
-    followed = [rank for rank in _failed(rank_log) if rank not in root.ranks]
+    followed = [
+        rank
+        for rank, told in rank_log.ranks.items()
+        if rank not in root.ranks
+        and (told.fatal is not None or told.how not in ("", "exit code 0"))
+    ]
     if followed and root.ranks:
         verb = "follows" if len(followed) == 1 else "follow"
         text = name_ranks(followed)
@@ -223,15 +228,6 @@ def _say_memory(facts: Mapping[str, str]) -> str:
         "other_processes": "; other processes hold memory too: {}",
     }
     return "".join(text.format(facts[name]) for name, text in parts.items() if name in facts) + "."
-
-
-def _failed(rank_log: RankLog) -> Sequence[int]:
-    """Return the ranks that failed by an exception or an exit code."""
-    return [
-        rank
-        for rank, told in rank_log.ranks.items()
-        if told.fatal is not None or told.how not in ("", "exit code 0")
-    ]
 
 
 def _evidence(rank_log: RankLog, root: Root) -> tuple[RecordedEvidence, ...]:

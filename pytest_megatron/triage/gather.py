@@ -143,7 +143,8 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
-    iteration = unit.known.iteration or _furthest(unit)
+    last = (line.text for log in unit.logs for line in _tail(log))
+    iteration = unit.known.iteration or last_iteration(last)
     good = _good_ends(successes, books)
     _forget_what_was_overcome(books, successes, unit.known, has_trained=iteration is not None)
     known_ranks = {rank for rank in books if rank is not None} | ends.keys() | set(unit.ranks)
@@ -598,11 +599,6 @@ def _last_words(logs: Sequence[LogFile]) -> tuple[LogLine, ...]:
         if lines:
             return tuple(_place(log, line) for line in lines[-_LAST_WORDS:])
     return ()
-
-
-def _furthest(unit: Unit) -> tuple[int, int] | None:
-    """Return the furthest iteration at any log's end."""
-    return last_iteration(line.text for log in unit.logs for line in _tail(log))
 
 
 def _tail(log: LogFile) -> list[Line]:

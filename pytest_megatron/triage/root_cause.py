@@ -33,6 +33,7 @@ _FINGERPRINT = re.compile(
     r"(?:SequenceNumber=\d+, )?(?P<call>OpType=[^)]*?TensorDtypes=[^,)]*|OpType=[^),]*)"
 )
 _TIMEOUTS = ("nccl_timeout", "store_timeout")
+_DID_NOT_COME = "did not come to a collective that the others waited in"
 
 
 def is_watchdog(event: Event) -> bool:
@@ -90,30 +91,23 @@ def find_absent(rank_log: RankLog, table: Table) -> Root | None:
 def _by_flights(rank_log: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
     """Return the root by the collective that ranks disagree about in flight recorders."""
     first = rank_log.collectives[0]
-    is_other = first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE, Desync.EXTRA)
+    called = None
+    if first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE):
+        called = f"called a collective with {first.kind.value} than the others"
+    elif first.kind is Desync.EXTRA:
+        called = "called a collective that the others did not"
     shown = next((c for rank in hurt.values() if (c := cascade_of(rank)) is not None), None)
     ranks = first.ranks if first.is_certain else ()
     return Root(
-        signature=table["collective_differs" if is_other else "nccl_timeout"],
+        signature=table["nccl_timeout" if called is None else "collective_differs"],
         ranks=ranks,
         who=None if ranks else "a rank",
-        what=_what_it_did_there(first.kind),
+        what=called or _DID_NOT_COME,
         places=() if shown is None else shown.places,
         message=None if shown is None else shown.message,
         frame=_stack_frame(rank_log, ranks),
         also=tuple(f"flight recorders: {finding.text}" for finding in rank_log.collectives),
     )
-
-
-def _what_it_did_there(kind: Desync) -> str:
-    """Describe what a rank did in place of the others' collective."""
-    match kind:
-        case Desync.OP | Desync.SIZE | Desync.DTYPE:
-            return f"called a collective with {kind.value} than the others"
-        case Desync.EXTRA:
-            return "called a collective that the others did not"
-        case Desync.MISSED | Desync.NOT_STARTED | Desync.NO_DUMP:
-            return "did not come to a collective that the others waited in"
 
 
 def _what_it_did(
@@ -133,7 +127,7 @@ def _what_it_did(
         call = _collective_call(rank)
         return "called another collective" + ("" if call is None else f", {call}")
     if is_timeout:
-        return "did not come to a collective that the others waited in"
+        return _DID_NOT_COME
     return "ended without a word while the others went on"
 
 
@@ -396,8 +390,7 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
         kind = _CauseKind.SIGNAL
         signature = _signature_of_exit(table, how) if native is None else native.signature
     elif fatal is not None and fatal.signature.role is LineRole.CAUSE and not is_line:
-        kind, signature, places = _CauseKind.RAISED, fatal.signature, fatal.places
-        what = f"{fatal.verb} {fatal.headline}"
+        return _raised_by(rank, fatal)
     elif native is not None and how != "exit code 0":
         kind, signature = _CauseKind.NATIVE, native.signature
         what = f"{_quoted(native)} and {what}" if how else _quoted(native)
@@ -406,13 +399,18 @@ def _candidate(rank: RankStory, table: Table) -> _CauseCandidate | None:
     else:
         kind = _CauseKind.SIGNAL if is_signal else _CauseKind.SILENT
         signature, places = _signature_of_exit(table, how), (*ends, *rank.last_words[-2:])
+    return _CauseCandidate(story=rank, kind=kind, signature=signature, what=what, places=places)
+
+
+def _raised_by(rank: RankStory, fatal: Fatal) -> _CauseCandidate:
+    """Return the exception of a rank, or of the launcher."""
     return _CauseCandidate(
         story=rank,
-        kind=kind,
-        signature=signature,
-        what=what,
-        places=places,
-        fatal=fatal if kind is _CauseKind.RAISED else None,
+        kind=_CauseKind.RAISED,
+        signature=fatal.signature,
+        what=f"{fatal.verb} {fatal.headline}",
+        places=fatal.places,
+        fatal=fatal,
     )
 
 
@@ -422,7 +420,11 @@ def _lone_root(rank_log: RankLog) -> Root | None:
     A pipe may have broken since a rank ended well: one that torch's agent, who reports all others,
     does not list; without its reports, a silent one that others lost.
     """
-    lone = [c for rank in rank_log.ranks.values() if (c := _lone(rank)) is not None]
+    lone = [
+        _raised_by(rank, rank.fatal)
+        for rank in rank_log.ranks.values()
+        if rank.fatal is not None and rank.fatal.is_lone
+    ]
     ranks = [rank_log.ranks.get(rank) for rank in range(rank_log.world_size)]
     num_hurt = sum(rank is not None and cascade_of(rank) is not None for rank in ranks)
     is_one_silent = len(lone) < num_hurt < rank_log.world_size
@@ -431,21 +433,6 @@ def _lone_root(rank_log: RankLog) -> Root | None:
     if is_one_silent:
         lone = [candidate for candidate in lone if candidate.signature.family == "exit"]
     return _choose_root(lone, rank_log)
-
-
-def _lone(rank: RankStory) -> _CauseCandidate | None:
-    """Return the exception that a child or a pipe of the rank itself caused, None without one."""
-    fatal = rank.fatal
-    if fatal is None or not fatal.is_lone:
-        return None
-    return _CauseCandidate(
-        story=rank,
-        kind=_CauseKind.RAISED,
-        signature=fatal.signature,
-        what=f"{fatal.verb} {fatal.headline}",
-        places=fatal.places,
-        fatal=fatal,
-    )
 
 
 def _native(rank: RankStory) -> Event | None:
@@ -651,18 +638,13 @@ def _hint(rank_log: RankLog) -> Root | None:
 def _raised(rank_log: RankLog, table: Table) -> Root | None:
     """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
     if {rank.how for rank in rank_log.ranks.values()} - {""} == {"SIGTERM"}:
-        signature, what = table["terminated"], "was stopped by SIGTERM"
-        return Root(
-            signature=signature, ranks=(), what=what, places=rank_log.launcher.last_words[-2:]
-        )
+        what, words = "was stopped by SIGTERM", rank_log.launcher.last_words[-2:]
+        return Root(signature=table["terminated"], ranks=(), what=what, places=words)
     fatal = rank_log.launcher.fatal
     if fatal is None:
         return None
-    what = f"{fatal.verb} {fatal.headline}"
-    root = Root(signature=fatal.signature, ranks=(), what=what, places=fatal.places)
-    if fatal.is_of_agent:
-        return root
-    return replace(root, frame=fatal.frame, frames=fatal.frames, message=fatal.message)
+    root = _root_of(_raised_by(rank_log.launcher, fatal), ())
+    return replace(root, frame=None, frames=(), message=None) if fatal.is_of_agent else root
 
 
 def _root_in_silent(rank_log: RankLog, table: Table) -> Root | None:

@@ -89,8 +89,9 @@ def find_fatal(
         found = [fatal for fatal in read if fatal is not None]
         if is_lone:
             found = [fatal for fatal in found if fatal.is_lone and not fatal.is_of_agent]
-        if found:
-            return _root_of(_chosen(found), traces, table, rank)
+        if found:  # the last one first; what a clean-up raised after it is not why it began
+            causes = [fatal for fatal in found if fatal.signature.role is LineRole.CAUSE]
+            return _root_of((causes or found)[0], traces, table, rank)
     return None
 
 
@@ -303,15 +304,6 @@ def _fatal_of(
         time_s=raised.time_s,
         place=LogLine(log=log, offset=lines[raised.said].offset, text=raised.headline),
     )
-
-
-def _chosen(found: Sequence[Fatal]) -> Fatal:
-    """Return one of the tracebacks at the end of a log; the last one comes first in `found`.
-
-    What a clean-up raised after the first one is not why it began.
-    """
-    causes = [fatal for fatal in found if fatal.signature.role is LineRole.CAUSE]
-    return causes[0] if causes else found[0]
 
 
 def _lines_around(log: LogFile, at: int, rank: int | None) -> tuple[list[Line], bool]:

@@ -20,6 +20,7 @@ from typing import NoReturn, TypeAlias
 
 from typing_extensions import override
 
+from pytest_megatron.base.files import read_bytes
 from pytest_megatron.errors import TriageError
 
 _MOST_BYTES = 256 << 20
@@ -130,15 +131,9 @@ def read_flight(path: Path) -> FlightDump:
         TriageError: It cannot be read, is too large, or is no dump.
     """
     try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise TriageError(
-                str(path), f"has {size} bytes, a flight recorder's dump at most {_MOST_BYTES}"
-            )
-        data = path.read_bytes()
+        return parse_flight(read_bytes(path, _MOST_BYTES), path)
     except OSError as error:
         raise TriageError(str(path), f"cannot be read: {error.strerror}") from error
-    return parse_flight(data, path)
 
 
 def parse_flight(data: bytes, path: Path) -> FlightDump:

@@ -8,7 +8,6 @@ PYTEST_DONT_REWRITE: see `entry`; without these words pytest warns where this mo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -69,7 +68,7 @@ _SHORT_NAMES = pytest.StashKey[ShortNames]()
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Declare the options."""
-    names = options.add_options(parser, pluginmanager)
+    names = options.add_options(parser)
     config = pluginmanager.get_plugin("pytestconfig")
     assert isinstance(config, pytest.Config)
     config.stash[_SHORT_NAMES] = names
@@ -89,22 +88,20 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True, specname="pytest_load_initial_conftests")
-def pytest_take_names(
-    early_config: pytest.Config, parser: pytest.Parser, args: list[str]
-) -> Generator[None]:
+def pytest_take_names(early_config: pytest.Config, args: list[str]) -> Generator[None]:
     """Leave names of options to conftest files, and read again what was read as ours."""
     exit_code.register(early_config)
-    names = early_config.stash[_SHORT_NAMES]
-    typed, num_taken = list(args), len(names.taken)
-    yield
-    names.end()
-    taken = names.taken[num_taken:]  # by conftest files, after words were read as ours
+    names, typed = early_config.stash[_SHORT_NAMES], list(args)
+    free = names.read(early_config, args)
+    try:
+        yield
+    finally:  # `--help` shows them, whatever a conftest.py raises
+        names.declare_free()
+    taken = free.intersection(names.taken)  # by conftest files, after words were read as ours
     if not _CHANGING_ARGUMENTS.isdisjoint(taken):
         args[:] = typed
     if taken:
-        given, option = early_config.known_args_namespace, copy.copy(early_config.option)
-        early_config.known_args_namespace = parser.parse_known_args(args, namespace=option)
-        early_config.known_args_namespace.confcutdir = given.confcutdir
+        names.read(early_config, args)
         early_config.stash[KEY].forget_unless(options.early_size(early_config))
 
 
@@ -115,7 +112,7 @@ def begin_late(early_config: pytest.Config, args: Sequence[object]) -> None:
         pytest.UsageError: An option is typed that acts before.
     """
     names = early_config.stash[_SHORT_NAMES]
-    names.end()
+    names.declare_free()
     for word in map(str, args):
         name = word.partition("=")[0].removeprefix("--").removeprefix(PREFIX)
         if word.startswith("--") and name in _CHANGING_ARGUMENTS and name not in names.taken:

@@ -709,9 +709,9 @@ class _Moved(argparse.Action):
         )
 
 
-def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> ShortNames:
+def add_options(parser: pytest.Parser) -> ShortNames:
     """Declare every option, each also as the ini option `megatron_<name>`, and the settings."""
-    names = ShortNames(parser, manager)
+    names = ShortNames(parser)
     for row in OPTION_ROWS.values():
         if not row.is_there:
             continue
@@ -720,10 +720,11 @@ def add_options(parser: pytest.Parser, manager: pytest.PytestPluginManager) -> S
         if row.is_setting:  # an option of earlier versions
             names.refuse(row.name, _Moved)
             continue
-        settings = {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
+        settings: dict[str, object] = {"dest": dest(row.name), "default": None, "help": row.help}
+        settings |= {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
         settings |= {} if row.kind.bare is None else {"nargs": "?", "const": row.kind.bare}
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
-        names.declare(row.name, dest(row.name), row.help, settings)
+        names.declare(row.name, settings)
     for option in (word for word in REMOVED if word.startswith("--")):
         names.refuse(option.removeprefix("--"), _Removed)
     return names

@@ -1,107 +1,89 @@
 """Short names of options, which give way to options of the project and of other plugins.
 
-Each option is declared as `--megatron-NAME`, and as `--NAME` where nobody else declares that one:
-two options of one name would end pytest with an error, whoever declares it first.
+Each option is declared as `--megatron-NAME` at once, and as `--NAME` where nobody else declares
+that one: two options of one name would end pytest with an error, whoever declares it first. So the
+short ones follow when the initial conftest files are loaded. Which these are depends on the paths
+among the words, and a short name that is not declared yet would leave its value there: until then
+it is read as the long one.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+import contextlib
+import copy
+from collections.abc import Mapping, Sequence
 
 import pytest
 
-if TYPE_CHECKING:
-    from _pytest.config.argparsing import Argument
-
 PREFIX = "megatron-"
 _GROUP = "pytest-megatron"  # a project may have a group `megatron`
-_DECLARING = "pytest_addoption"
-_LENIENT = {"nargs": "?", "const": ""}
+_REMOVED = "megatron_removed"
 
 
 class ShortNames:
-    """Declares options under both names, and withdraws short names that others declare later.
+    """Declares options under both names, the short ones when all others have declared theirs.
 
     Attributes:
         taken: Short names that others have, without the dashes in front.
     """
 
-    def __init__(self, parser: pytest.Parser, manager: pytest.PytestPluginManager) -> None:
+    def __init__(self, parser: pytest.Parser) -> None:
         self.taken: list[str] = []
         self._parser = parser
         self._group = parser.getgroup(_GROUP, "training workloads and distributed tests")
-        self._short: dict[str, Argument] = {}
-        self._long: dict[str, tuple[Argument, str]] = {}
-        self._lenient: list[str] = []
-        self._others = self._names_of_others()
-        self._stop = manager.add_hookcall_monitoring(
-            lambda hook, *_: self.withdraw() if hook == _DECLARING else None,
-            lambda _, hook, *__: self._offer() if hook == _DECLARING else None,
-        )
+        self._settings: dict[str, dict[str, object]] = {}
 
-    def declare(self, name: str, dest: str, text: str, settings: Mapping[str, str]) -> None:
-        """Declare an option by its long name, and by its short one if nobody has that."""
-        add, same = self._group.addoption, {"dest": dest, "default": None, **settings}
-        add(f"--{PREFIX}{name}", help=argparse.SUPPRESS, **same)
-        self._long[name] = self._group.options[-1], text
-        if f"--{name}" in self._others:
-            self._give_way(name)
-        else:
-            # Until all are declared it may be somebody's flag, which no value follows.
-            needs_value = "metavar" in settings and "nargs" not in settings
-            add(f"--{name}", help=text, **same, **(_LENIENT if needs_value else {}))
-            self._short[name] = self._group.options[-1]
-            if needs_value:
-                self._lenient.append(name)
+    def declare(self, name: str, settings: Mapping[str, object]) -> None:
+        """Declare an option by its long name, and remember its short one."""
+        self._group.addoption(f"--{PREFIX}{name}", **{**settings, "help": argparse.SUPPRESS})
+        self._settings[name] = dict(settings)
 
     def refuse(self, name: str, action: type[argparse.Action]) -> None:
         """Declare an option of earlier versions for `action` to refuse, unless it is somebody's."""
-        for option in (f"--{PREFIX}{name}", f"--{name}"):
-            if option not in self._others:
-                settings = {"action": action, "nargs": "?", "help": argparse.SUPPRESS}
-                self._group.addoption(option, dest="megatron_removed", **settings)
-                self._short[option.removeprefix("--")] = self._group.options[-1]
+        hidden = {"nargs": "?", "help": argparse.SUPPRESS}
+        self.declare(name, {"action": action, "dest": _REMOVED, **hidden})
+
+    def read(self, early_config: pytest.Config, words: Sequence[str]) -> set[str]:
+        """Have pytest know what is typed, with short names that nobody has as ours.
+
+        Returns:
+            The names that nobody has.
+        """
+        free = {name for name in self._settings if f"--{name}" not in self._names_of_others()}
+        given = early_config.known_args_namespace
+        long = [f"--{PREFIX}{w[2:]}" if w[:2] == "--" and _name(w) in free else w for w in words]
+        with contextlib.suppress(pytest.UsageError):  # told when all options are declared
+            early_config.known_args_namespace = self._parser.parse_known_args(
+                long, namespace=copy.copy(early_config.option)
+            )
+            early_config.known_args_namespace.confcutdir = given.confcutdir
+        return free
+
+    def declare_free(self) -> None:
+        """Declare the short names that nobody has."""
+        others = self._names_of_others()
+        for name, settings in self._settings.items():
+            if f"--{name}" not in others:
+                self._group.addoption(f"--{name}", **settings)
+            elif settings["dest"] != _REMOVED:
+                self.taken.append(name)
+                self._show(f"--{PREFIX}{name}", settings["help"])
 
     def withdraw(self) -> None:
-        """Have pytest accept options of the same names, from a plugin that is loaded now."""
-        for name, option in self._short.items():
-            action = _action_of(option)
-            if action is not None:
-                _table_of(action).pop(f"--{name}", None)
+        """Have pytest accept options of the same names, from conftest files that it loads later."""
+        for option in {f"--{name}" for name in self._settings} - self._names_of_others():
+            self._actions().pop(option, None)
 
-    def end(self) -> None:
-        """Expect no more plugins that declare options before they are parsed."""
-        self._stop()
-        for name in self._lenient:
-            if name in self._short:
-                option = self._short[name]
-                action = _action_of(option)
-                attributes = vars(option)["_attrs"] if action is None else vars(action)
-                attributes.update(dict.fromkeys(_LENIENT))
+    def _show(self, option: str, text: object) -> None:
+        """Have `--help` show an option."""
+        (declared,) = (one for one in self._group.options if option in one.names())
+        vars(self._actions().get(option, declared))["help"] = text
 
-    def _offer(self) -> None:
-        """Undo `withdraw`, except for names that others have by now."""
-        others = self._names_of_others()
-        for name, option in list(self._short.items()):
-            action = _action_of(option)
-            if f"--{name}" in others:
-                del self._short[name]
-                self._group.options.remove(option)
-                if action is not None:
-                    vars(action)["container"]._remove_action(action)
-                self._give_way(name)
-            elif action is not None:
-                _table_of(action)[f"--{name}"] = action
-
-    def _give_way(self, name: str) -> None:
-        """Leave a short name to another plugin."""
-        if name not in self._long:  # one that is refused
-            return
-        self.taken.append(name)
-        option, text = self._long[name]
-        vars(_action_of(option) or option)["help"] = text
+    def _actions(self) -> dict[str, argparse.Action]:
+        """Return the options that argparse knows; none before pytest 9, which reads them later."""
+        parser = vars(self._parser).get("optparser")
+        return {} if parser is None else vars(parser)["_option_string_actions"]
 
     def _names_of_others(self) -> set[str]:
         """Return the options that others have declared."""
@@ -110,13 +92,6 @@ class ShortNames:
         return {name for option in options for name in option.names()}
 
 
-def _action_of(option: Argument) -> argparse.Action | None:
-    """Return what argparse has of an option; None before pytest 9: each parse makes its own."""
-    action: argparse.Action | None = vars(option).get("_action")
-    return action
-
-
-def _table_of(action: argparse.Action) -> dict[str, argparse.Action]:
-    """Return the table by which argparse finds an option, and an option of the same name."""
-    table: dict[str, argparse.Action] = vars(action)["container"]._option_string_actions
-    return table
+def _name(word: str) -> str:
+    """Return the name of an option in a word of a command line."""
+    return word.partition("=")[0].removeprefix("--")

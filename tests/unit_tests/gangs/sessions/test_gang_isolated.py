@@ -115,11 +115,22 @@ def test_a_gang_that_is_not_needed_any_more_ends_with_the_session(tmp_path: Path
     assert (run.returncode, run.words) == (1, {"test_it[0]": "FAILED"}), run.stdout
 
 
-def test_an_interrupt_leaves_nothing_of_the_gang_that_would_have_been_next(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["at a terminal", "in the background"])
+def test_an_interrupt_leaves_nothing_of_the_gang_that_would_have_been_next(
+    tmp_path: Path, how: str
+) -> None:
     suite = Suite(tmp_path).write(test_stops=STOPPED)
-    process = suite.start("-v", "--ranks=2")
+    ignores = how == "in the background"  # as `pytest &` in a script
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignores else signal.default_int_handler)
+    try:
+        process = suite.start("-v", "--ranks=2")
+    finally:
+        signal.signal(signal.SIGINT, before)
     wait_until(lambda: all((tmp_path / f"began.{rank}").exists() for rank in (0, 1)), "the test")
     process.send_signal(signal.SIGINT)
+    if ignores:
+        process.send_signal(signal.SIGTERM)
     stdout, _ = process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED, stdout
+    assert ("KeyboardInterrupt: SIGTERM" in stdout) is ignores, stdout
     wait_until(lambda: not suite.processes(), "no process is left")

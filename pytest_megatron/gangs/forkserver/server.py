@@ -244,25 +244,26 @@ class Agent:
         self._num_relayed = 0
         for frame in self._channel.drain_frames(takes_descriptors=True):
             children = [c for c in self._children.values() if c.is_alive and c.place == frame.place]
+            descriptors = list(frame.descriptors)
             if frame.place == OWN:
-                self._handle(decode(frame.content), frame.descriptors)
+                self._handle(decode(frame.content), descriptors)
             elif children:
                 children[0].channel.send_frames([frame.at(OWN)])
             elif (child := self._routes.get(frame.place)) is not None:
                 child.channel.send_frames([frame])
-            for descriptor in frame.descriptors:
+            for descriptor in descriptors:
                 os.close(descriptor)
 
-    def _handle(self, message: Message, descriptors: Sequence[int]) -> None:
-        """Do what a message of the controller asks for."""
+    def _handle(self, message: Message, descriptors: list[int]) -> None:
+        """Do what a message of the controller asks for; those it keeps leave the descriptors."""
         match message:
             case Start(adopted=number) if number:
                 self._adopt(message, descriptors)
             case Start(gang=gang, configs=configs, has_store=has_store):
-                if has_store:
-                    listening = socket.socket(fileno=os.dup(descriptors[0]))
+                if has_store:  # kept, and not for ranks: these would hold the port as well
+                    listening = socket.socket(fileno=descriptors.pop(0))
                     self._keeper.open_store(gang, listening)
-                self._start_gang(configs, descriptors[has_store:])
+                self._start_gang(configs, descriptors)
             case Kill(gang=gang):
                 self._dying.setdefault(gang, time.monotonic() + UNKILLABLE_S)
                 send_signal(self._below(gang), signal.SIGKILL)
@@ -373,6 +374,7 @@ class Agent:
             if left and time.monotonic() < until:
                 send_signal(left, signal.SIGKILL)
                 continue
+            self._collect()  # those that died since: no death is told after this
             del self._dying[gang]
             self._children = {p: c for p, c in self._children.items() if c.config.gang != gang}
             self._keeper.close_store(gang)

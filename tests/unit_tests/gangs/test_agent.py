@@ -91,7 +91,7 @@ def wait_for(path: Path) -> None:
 def wait_for_end(pid: int) -> None:
     """Wait until a process has ended, collected or not."""
     deadline = time.monotonic() + DEADLINE_S
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, ProcessLookupError):  # gone when opened, or when read
         while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
             assert time.monotonic() < deadline, pid
             time.sleep(0.001)

@@ -18,6 +18,13 @@ from typing import TYPE_CHECKING
 import pytest
 from typing_extensions import override
 
+from pytest_megatron.gangs.start.rank_readers import (
+    PACKAGE,
+    RANK_VARIABLES,
+    SIZE_VARIABLES,
+    find_reader,
+    is_library,
+)
 from pytest_megatron.session import options
 from pytest_megatron.session.options import chosen_ini, has_workers
 
@@ -29,33 +36,11 @@ if TYPE_CHECKING:
     from pytest_megatron.gpu.host import Lease
 
 
-_LIBRARIES = ("site-packages", "dist-packages")
-
-
-def is_library(file: str) -> bool:
-    """Return whether a file is one of an installed package."""
-    return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(_PACKAGE)
-
-
-RANK_VARIABLES = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
-        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_RANK", "PMIX_RANK"),
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    )
-)
-SIZE_VARIABLES = frozenset(
-    (
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    )
-)
 _RANK_WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
 # In a function: modules that load it at their top have done so.
 _LOADS_TORCH = re.compile(
     r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
 )
-_PACKAGE = str(Path(__file__).parents[2])
 _READERS = ("<frozen", os.__file__)  # `getenv`, `get`
 
 
@@ -192,7 +177,7 @@ def _record_read(note: Callable[[str, str], None], name: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_READERS):
         frame = frame.f_back
     file = frame.f_code.co_filename
-    if not file.startswith(_PACKAGE):
+    if not file.startswith(PACKAGE):
         note(name, f"{file}:{frame.f_lineno}")
 
 
@@ -292,7 +277,6 @@ def record_start_environment(early_config: pytest.Config) -> None:
     from pytest_megatron.gangs.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.no_groups import NoGroups  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.preload import start_preloaded  # noqa: PLC0415 - not for all
-    from pytest_megatron.gangs.start.rank_readers import find_reader  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.topology import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.process.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
 

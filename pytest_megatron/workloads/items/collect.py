@@ -11,9 +11,9 @@ import contextlib
 import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import pytest
 from typing_extensions import override
@@ -25,10 +25,28 @@ from pytest_megatron.session.state import IS_WORKLOAD
 
 if TYPE_CHECKING:
     from pytest_megatron.runs.record import RecordedWorkload
-    from pytest_megatron.workloads.items.plugin import SelectionPlugin
-    from pytest_megatron.workloads.items.training import TrainingPlugin
     from pytest_megatron.workloads.recipe.model import Workload
-    from pytest_megatron.workloads.verdict.job import Training
+    from pytest_megatron.workloads.verdict.job import CheckedJob, Training
+
+
+class RecipeReader(Protocol):
+    """The role that reads recipes."""
+
+    def load(self, path: Path) -> Sequence[Workload]:
+        """Return the rows of a recipe."""
+
+
+class WorkloadRunner(Protocol):
+    """The role that runs this session's workloads."""
+
+    def prepare(self, item: WorkloadItem) -> CheckedJob:
+        """Put a workload's job together and make its directory."""
+
+    def set_up(self, item: WorkloadItem) -> None:
+        """Train a workload."""
+
+    def run_test(self, item: WorkloadItem) -> None:
+        """Judge a training."""
 
 
 class WorkloadItem(pytest.Item):
@@ -73,9 +91,9 @@ class WorkloadItem(pytest.Item):
         return Path(self.path), self.workload.line - 1, self.name
 
 
-def runner_of(config: pytest.Config) -> TrainingPlugin:
+def runner_of(config: pytest.Config) -> WorkloadRunner:
     """Return the role that runs this session's workloads."""
-    runner: TrainingPlugin | None = config.pluginmanager.get_plugin(TRAINING_PLUGIN)
+    runner: WorkloadRunner | None = config.pluginmanager.get_plugin(TRAINING_PLUGIN)
     assert runner is not None
     return runner
 
@@ -95,7 +113,7 @@ class RecipeFile(pytest.File):
             CollectError: The file is no sound recipe; the others are still collected.
         """
         try:
-            reader: SelectionPlugin | None = self.config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
+            reader: RecipeReader | None = self.config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
             assert reader is not None
             with _no_garbage_search():
                 workloads = reader.load(self._shown_path())

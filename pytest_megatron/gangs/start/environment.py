@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING
 import pytest
 from typing_extensions import override
 
-from pytest_megatron.gangs.start.rank_readers import (
-    PACKAGE,
-    RANK_VARIABLES,
-    SIZE_VARIABLES,
-    find_reader,
-    is_library,
-)
+from pytest_megatron.gangs.start import PACKAGE, RANK_VARIABLES, SIZE_VARIABLES, is_library
 from pytest_megatron.session import options
 from pytest_megatron.session.options import chosen_ini, has_workers
 
@@ -277,6 +271,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     from pytest_megatron.gangs.rank.bootstrap import rank_env  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.no_groups import NoGroups  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.start.preload import start_preloaded  # noqa: PLC0415 - not for all
+    from pytest_megatron.gangs.start.rank_readers import find_reader  # noqa: PLC0415 - not for all
     from pytest_megatron.gangs.topology import Nodes  # noqa: PLC0415 - not for all
     from pytest_megatron.process.fork_safety import HARMLESS_ENV  # noqa: PLC0415 - not for all
 

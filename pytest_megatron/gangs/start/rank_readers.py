@@ -21,28 +21,8 @@ import pytest
 from _pytest.pathlib import fnmatch_ex
 from typing_extensions import override
 
-PACKAGE = str(Path(__file__).parents[2])
-_LIBRARIES = ("site-packages", "dist-packages")
+from pytest_megatron.gangs.start import RANK_VARIABLES, SIZE_VARIABLES, is_library
 
-
-def is_library(file: str) -> bool:
-    """Return whether a file is one of an installed package."""
-    return any(part in _LIBRARIES for part in Path(file).parts) or file.startswith(PACKAGE)
-
-
-RANK_VARIABLES = frozenset(
-    (
-        *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK"),
-        *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "PMI_RANK", "PMIX_RANK"),
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    )
-)
-SIZE_VARIABLES = frozenset(
-    (
-        *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-        *("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-    )
-)
 _VARIABLES = RANK_VARIABLES | SIZE_VARIABLES
 _READS = ("os.getenv", "os.environ.get", "os.environ.pop", "os.environ.setdefault")
 _OF_GROUPS = ("get_rank", "get_world_size", "is_initialized")  # of torch.distributed

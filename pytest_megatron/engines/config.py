@@ -129,6 +129,12 @@ class EnvironmentNodes(Enum):
     JOB = "job"
 
 
+_MOUNTS = About(
+    "`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory are mounted by "
+    "themselves, at the paths that they have outside."
+)
+
+
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContainerConfig:
@@ -137,10 +143,7 @@ class ContainerConfig:
     image: Annotated[Text, About("`--container-image`: a registry's name or a `.sqsh` file.")]
     mounts: Annotated[
         tuple[PlainMount, ...],
-        About(
-            "`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory are mounted by "
-            "themselves, at the paths that they have outside."
-        ),
+        _MOUNTS,
     ] = ()
     workdir: Annotated[Text | None, About("`--container-workdir`; by default the project.")] = None
     mounts_home: Annotated[
@@ -359,10 +362,7 @@ class DockerConfig:
     image: Annotated[Text, About("Name, or `sha256:...` of an image that is here.")]
     mounts: Annotated[
         tuple[Mount, ...],
-        About(
-            "`SOURCE:TARGET[:ro]`, both absolute. The project and the run directory are mounted by "
-            "themselves, at the paths that they have outside."
-        ),
+        _MOUNTS,
     ] = ()
     shm_size: Annotated[Size, About("Size of `/dev/shm`.")] = "16g"
     ipc: Annotated[Text | None, About("`--ipc`, such as `host`.")] = None

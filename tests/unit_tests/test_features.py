@@ -106,7 +106,7 @@ def test_workloads_load_of_gangs_the_markers_and_fixtures_of_all_tests(tmp_path:
     }
 
 
-def test_what_rooms_add_is_there() -> None:
+def test_what_features_add_is_there() -> None:
     for name, feature in features():
         assert isinstance(feature, Feature)
         for target in (

@@ -7,27 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import recorded_runs
+from recorded_runs import ENTRY
 
 from pytest_megatron.runs.history import (
     History,
-    HistoryEntry,
     append,
     known_items,
     read,
-)
-
-ENTRY = HistoryEntry(
-    time="2026-01-01T00:00:00Z",
-    run="r1",
-    node_id="recipes/r.yaml::a[dev-cpu]",
-    kind="workload",
-    verdict="passed",
-    num_attempts=1,
-    causes=(),
-    duration_s=1.5,
-    commit="c1",
-    is_dirty=False,
-    platform="cpu",
 )
 
 
@@ -77,11 +64,11 @@ def test_the_items_of_a_file_are_known_without_reading_all_of_it(tmp_path: Path)
 def test_several_sessions_append_at_once(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; sys.path.insert(0, sys.argv[2])\n"
-        "from test_history import ENTRY, append\n"
+        "from pytest_megatron.runs.history import append; from recorded_runs import ENTRY\n"
         "for _ in range(50): append(Path(sys.argv[1]), [ENTRY])"
     )
     path = tmp_path / "history.jsonl"
-    command = [sys.executable, "-c", code, str(path), str(Path(__file__).parent)]
+    command = [sys.executable, "-c", code, str(path), str(Path(recorded_runs.__file__).parent)]
     for process in [subprocess.Popen(command) for _ in range(3)]:
         assert process.wait() == 0
     assert (len(read(path).entries), read(path).problems) == (150, ())

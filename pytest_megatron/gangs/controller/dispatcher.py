@@ -387,9 +387,7 @@ class Dispatcher:
 
     def _running_on(self, gang: Gang) -> list[tuple[int, _Running]]:
         """Return the executions of a gang with their numbers, the last first."""
-        return [
-            (n, running) for n, running in reversed(self._running.items()) if running[0] is gang
-        ]
+        return [(n, r) for n, r in reversed(self._running.items()) if r.gang is gang]
 
     def _keep_late(
         self, item: pytest.Item | None, late: Mapping[int, PhaseReport], gang: Gang

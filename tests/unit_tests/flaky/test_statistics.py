@@ -4,6 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from recorded_runs import ENTRY
 
 from pytest_megatron.flaky.statistics import (
     HistoryRecord,
@@ -12,20 +13,6 @@ from pytest_megatron.flaky.statistics import (
     flaky_records,
 )
 from pytest_megatron.runs.history import HistoryEntry
-
-ENTRY = HistoryEntry(
-    time="2026-01-01T00:00:00Z",
-    run="r1",
-    node_id="recipes/r.yaml::a[dev-cpu]",
-    kind="workload",
-    verdict="passed",
-    num_attempts=1,
-    causes=(),
-    duration_s=1.5,
-    commit="c1",
-    is_dirty=False,
-    platform="cpu",
-)
 
 
 def entries(node_id: str, *verdicts: str, commit: str | None = None) -> list[HistoryEntry]:

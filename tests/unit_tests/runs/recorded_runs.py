@@ -7,10 +7,24 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.runs.history import HistoryEntry
 from pytest_megatron.runs.layout import item_dirs
 
 TEST = "test_a.py::test_x"
 ROW = "recipes/a.yaml::line[dev-cpu]"
+ENTRY = HistoryEntry(
+    time="2026-01-01T00:00:00Z",
+    run="r1",
+    node_id="recipes/r.yaml::a[dev-cpu]",
+    kind="workload",
+    verdict="passed",
+    num_attempts=1,
+    causes=(),
+    duration_s=1.5,
+    commit="c1",
+    is_dirty=False,
+    platform="cpu",
+)
 
 
 def execution(run: int, gang: int = 1) -> dict[str, JsonValue]:

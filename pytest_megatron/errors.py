@@ -134,7 +134,7 @@ class TraceError(MegatronError):
 
 
 class TriageError(MegatronError):
-    """A log, an artifact or a flight recorder's dump cannot be read as one."""
+    """A log or an artifact cannot be read as one."""
 
 
 class ReportError(MegatronError):

@@ -7,11 +7,9 @@ import re
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
+from typing import TypeAlias, cast
 
-from pytest_megatron.errors import TriageError
-from pytest_megatron.gangs.rank.logs import FLIGHT_FILE
-from pytest_megatron.triage.collectives import analyse
-from pytest_megatron.triage.logs.flight_recorder import FlightDump, FlightEntry, parse_flight
+from pytest_megatron.base.files import JsonValue, parse_json
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<name>.+)$')
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen")
@@ -27,6 +25,7 @@ _PROCESSES = re.compile(
 _IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _CRASHED = re.compile(r"Current thread [^\n]*\n(?:  [^\n]*(?:\n|$))+")
 _MOST_LISTED = 3
+_Record: TypeAlias = "dict[str, list[dict[str, JsonValue]]]"
 
 
 def innermost_frame(stack: str) -> str | None:
@@ -87,25 +86,28 @@ def shorten_stack(stack: str) -> str:
 
 
 def describe_flights(flights: Mapping[int, str]) -> str:
-    """Name the first collective that not every rank entered, and the last ones of each rank.
+    """Return the last collectives of each rank, with those that it waits in.
 
     Args:
         flights: Rank -> JSON of NCCL's flight recorder; what cannot be read counts as none.
     """
-    dumps: dict[int, FlightDump] = {}
+    lines: list[str] = []
     for rank, text in sorted(flights.items()):
-        with contextlib.suppress(TriageError):
-            dumps[rank] = parse_flight(text.encode(errors="replace"), Path(FLIGHT_FILE))
-    lines = [mismatch.text for mismatch in analyse(dumps)]
-    lines += [
-        f"rank {rank}: {entry.op}, collective {entry.seq} of group {entry.group}, {entry.state}"
-        f"{_inputs(entry)}"
-        for rank, dump in dumps.items()
-        for entry in dump.entries[-_MOST_LISTED:]
-    ]
+        with contextlib.suppress(LookupError, TypeError, ValueError):
+            entries = cast("_Record", parse_json(text))["entries"]
+            lines += [f"rank {rank}: {_collective(entry)}" for entry in entries[-_MOST_LISTED:]]
     return "\n".join(lines)
 
 
-def _inputs(entry: FlightEntry) -> str:
-    sizes = [list(shape) for shape in entry.input_sizes]
-    return f", input {sizes}" if sizes else ""
+def _collective(entry: Mapping[str, JsonValue]) -> str:
+    """Return `all_reduce, collective 6 of group 0 (default_pg), started, input [[4]]`.
+
+    Raises:
+        LookupError: It is not as torch writes it.
+    """
+    name = str(entry["profiling_name"])
+    group, about = cast("list[str]", entry["process_group"])
+    return (
+        f"{name.partition(':')[2] or name}, collective {entry['collective_seq_id']} of group "
+        f"{group} ({about}), {entry['state']}, input {entry['input_sizes']}"
+    )

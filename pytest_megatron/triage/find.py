@@ -35,7 +35,6 @@ from pytest_megatron.runs.record import (
     Result,
     read_if_whole,
 )
-from pytest_megatron.triage.logs.flight_recorder import is_flight_name, rank_of
 from pytest_megatron.triage.rank_log import End, Known, LogFile, LogLine, Root, Stream, Unit
 from pytest_megatron.triage.signatures import Table
 
@@ -203,13 +202,7 @@ def is_worth_reading(path: PurePath) -> bool:
     """Return true if a member of an archive is worth unpacking."""
     if SKIPPED_DIRECTORIES & set(path.parts[:-1]):
         return False
-    named = path.name == ERROR_FILE or path.name in RECORDS
-    return named or is_log(path) or flight_rank(path) is not None
-
-
-def flight_rank(path: PurePath) -> int | None:
-    """Return the rank of a flight recorder's dump by its name or directory, None if it is none."""
-    return rank_of(Path(path)) if is_flight_name(path.name) else None
+    return path.name == ERROR_FILE or path.name in RECORDS or is_log(path)
 
 
 def directory_rank(path: PurePath) -> int | None:
@@ -329,10 +322,6 @@ def _in_directory(root: Path, shown: str, notes: list[str]) -> list[Unit]:
     for path in mismatches:
         known = Known(record=record_of(path, name(path)))
         units.append(Unit(name=name(path.parent), root=path.parent, logs=(), known=known))
-    flights = {p: r for files in loose.values() for p in files if (r := flight_rank(p)) is not None}
-    if flights and len(units) == 1:
-        found = {rank: path for path, rank in flights.items()}
-        units[0] = replace(units[0], flights={**found, **units[0].flights})
     return [
         replace(unit, known=known_of(unit)) for unit in sorted(units, key=lambda unit: unit.name)
     ]
@@ -389,26 +378,19 @@ def _launch_with_rank_directories(
     local_size = 1 + max(directory_rank(directory) or 0 for directory in directories)
     logs: list[LogFile] = []
     errors: dict[int, Path] = {}
-    flights: dict[int, Path] = {}
     for directory in directories:
         rank = (directory_rank(directory) or 0) + local_size * (node_of(directory) or 0)
         for file in by_parent[directory]:
             if file.name == ERROR_FILE:
                 errors[rank] = file
-            elif flight_rank(file) is not None:
-                flights[rank] = file
             elif is_log(file):
                 log = LogFile(path=file, shown=name(file), rank=rank, stream=stream_of(file))
                 logs.append(log)
     parent = directories[0].parent
     top, launchers = _launcher_logs(root, parent, loose, others)
     logs += [LogFile(path=file, shown=name(file), stream=Stream.LAUNCHER) for file in launchers]
-    for file in by_parent.get(parent, []):
-        number = flight_rank(file)
-        if number is not None:
-            flights[number] = file
     logs.sort(key=lambda log: (log.rank is None, log.rank or 0, log.shown))
-    return Unit(name=name(top), root=top, logs=tuple(logs), error_files=errors, flights=flights)
+    return Unit(name=name(top), root=top, logs=tuple(logs), error_files=errors)
 
 
 def _launcher_logs(

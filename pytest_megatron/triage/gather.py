@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.errors import TriageError
-from pytest_megatron.triage.collectives import CollectiveMismatch, analyse
 from pytest_megatron.triage.logs.exits import LITERALS as EXIT_LITERALS
 from pytest_megatron.triage.logs.exits import (
     NEAR_BYTES,
@@ -31,7 +30,6 @@ from pytest_megatron.triage.logs.fatal import (
     find_fatal,
     read_error_file,
 )
-from pytest_megatron.triage.logs.flight_recorder import FlightDump, read_flight
 from pytest_megatron.triage.logs.lines import (
     Line,
     is_noise,
@@ -183,7 +181,6 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         ranks=ranks,
         launcher=_story(None, books[None], None, launcher, unit),
         iteration=iteration,
-        collectives=() if is_clean else _collectives(unit, notes),
         is_presumed_clean=is_clean,
         success=_good_end_of_all(unit.logs, successes, good),
         notes=tuple(notes),
@@ -373,17 +370,6 @@ def _was_survived(event: Event) -> bool:
     first = max(0, place.offset - _TAIL_BYTES)
     before = read_lines(place.log.path, first, place.offset - first)
     return not any(parse_iteration(line.text) for line in before)
-
-
-def _collectives(unit: Unit, notes: list[str]) -> tuple[CollectiveMismatch, ...]:
-    """Return the collectives that ranks disagree about, by their flight recorders."""
-    dumps: dict[int, FlightDump] = {}
-    for rank, path in unit.flights.items():
-        try:
-            dumps[rank] = read_flight(path)
-        except TriageError as error:
-            notes.append(str(error))
-    return analyse(dumps, unit.known.world_size) if dumps else ()
 
 
 def _read_log(

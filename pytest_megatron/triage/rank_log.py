@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePath
 
-from pytest_megatron.triage.collectives import CollectiveMismatch
 from pytest_megatron.triage.logs.exits import ProcessExit
 from pytest_megatron.triage.signatures import LineRole, Signature
 
@@ -104,7 +103,6 @@ class Unit:
         name: Where it is, for a person.
         root: The directory of its ranks, or of its one log.
         error_files: Rank -> torch's `error.json`.
-        flights: Rank -> a flight recorder's dump.
         notes: Problems met on the way, such as a file that cannot be read.
     """
 
@@ -112,7 +110,6 @@ class Unit:
     root: Path
     logs: tuple[LogFile, ...]
     error_files: Mapping[int, Path] = field(default_factory=dict)
-    flights: Mapping[int, Path] = field(default_factory=dict)
     known: Known = field(default_factory=Known)
     notes: tuple[str, ...] = ()
 
@@ -120,7 +117,7 @@ class Unit:
     def ranks(self) -> tuple[int, ...]:
         """The ranks that left a file of their own."""
         found = {log.rank for log in self.logs if log.rank is not None}
-        return tuple(sorted(found | self.error_files.keys() | self.flights.keys()))
+        return tuple(sorted(found | self.error_files.keys()))
 
 
 # The first line of a message with the next one where it ends in a colon, and with the first line of
@@ -261,7 +258,6 @@ class RankLog:
         iteration: The furthest that any rank printed: N of M; or None.
         is_presumed_clean: Whether nothing failed as far as the launcher, or who started it, knows.
         success: The last line that shows that a part of it came to a good end, or None.
-        collectives: Those that ranks disagree about by their flight recorders, origin first.
         notes: What could not be read.
     """
 
@@ -269,7 +265,6 @@ class RankLog:
     ranks: Mapping[int, RankStory]
     launcher: RankStory
     iteration: tuple[int, int | None] | None
-    collectives: tuple[CollectiveMismatch, ...] = ()
     is_presumed_clean: bool = False
     success: LogLine | None = None
     notes: tuple[str, ...] = field(default=())

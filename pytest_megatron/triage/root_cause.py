@@ -15,7 +15,6 @@ from enum import IntEnum
 
 from pytest_megatron.base.text import counted, grouped, name_ranks
 from pytest_megatron.runs.headline import where_ranks_were
-from pytest_megatron.triage.collectives import Desync
 from pytest_megatron.triage.logs.exits import how_it_ended
 from pytest_megatron.triage.rank_log import (
     End,
@@ -33,7 +32,6 @@ _FINGERPRINT = re.compile(
     r"(?:SequenceNumber=\d+, )?(?P<call>OpType=[^)]*?TensorDtypes=[^,)]*|OpType=[^),]*)"
 )
 _TIMEOUTS = ("nccl_timeout", "store_timeout")
-_DID_NOT_COME = "did not come to a collective that the others waited in"
 
 
 def is_watchdog(event: Event) -> bool:
@@ -44,8 +42,6 @@ def is_watchdog(event: Event) -> bool:
 def find_absent(rank_log: RankLog, table: Table) -> Root | None:
     """Return the rank to blame, by the logs of ranks that only waited for others or lost them."""
     hurt = {r: rank for r, rank in rank_log.ranks.items() if cascade_of(rank) is not None}
-    if rank_log.collectives:
-        return _by_flights(rank_log, table, hurt)
     if not hurt:
         fatal = rank_log.launcher.fatal
         if fatal is None or fatal.signature.family not in _TIMEOUTS:
@@ -88,28 +84,6 @@ def find_absent(rank_log: RankLog, table: Table) -> Root | None:
     )
 
 
-def _by_flights(rank_log: RankLog, table: Table, hurt: dict[int, RankStory]) -> Root:
-    """Return the root by the collective that ranks disagree about in flight recorders."""
-    first = rank_log.collectives[0]
-    called = None
-    if first.kind in (Desync.OP, Desync.SIZE, Desync.DTYPE):
-        called = f"called a collective with {first.kind.value} than the others"
-    elif first.kind is Desync.EXTRA:
-        called = "called a collective that the others did not"
-    shown = next((c for rank in hurt.values() if (c := cascade_of(rank)) is not None), None)
-    ranks = first.ranks if first.is_certain else ()
-    return Root(
-        signature=table["nccl_timeout" if called is None else "collective_differs"],
-        ranks=ranks,
-        who=None if ranks else "a rank",
-        what=called or _DID_NOT_COME,
-        places=() if shown is None else shown.places,
-        message=None if shown is None else shown.message,
-        frame=_stack_frame(rank_log, ranks),
-        also=tuple(f"flight recorders: {finding.text}" for finding in rank_log.collectives),
-    )
-
-
 def _what_it_did(
     ranks: Sequence[int],
     hurt: dict[int, RankStory],
@@ -127,7 +101,7 @@ def _what_it_did(
         call = _collective_call(rank)
         return "called another collective" + ("" if call is None else f", {call}")
     if is_timeout:
-        return _DID_NOT_COME
+        return "did not come to a collective that the others waited in"
     return "ended without a word while the others went on"
 
 

@@ -56,13 +56,7 @@ NETWORKS = (
 )
 
 DESYNC = (
-    Case(
-        id="desync-missed",
-        fault="missed",
-        families=DESYNCED,
-        has_flight=True,
-        arguments=("--flight",),
-    ),
+    Case(id="desync-missed", fault="missed", families=DESYNCED),
     # Its traceback is in another collective than those of the others.
     Case(id="desync-missed-bare", fault="missed", families=DESYNCED, guilty=(1,), form="ours"),
     # gloo aborts whichever rank is the first to get more than it has asked for.

@@ -87,14 +87,7 @@ SYSTEM = (
         guilty=(1,),
     ),
     Case(id="loader-raises", fault="loader_worker_raises", families=RAISED, guilty=(3,)),
-    Case(
-        id="hang-sleep",
-        fault="hang_sleep",
-        families=HUNG,
-        chance="either",
-        has_flight=True,
-        arguments=("--flight",),
-    ),
+    Case(id="hang-sleep", fault="hang_sleep", families=HUNG, chance="either"),
     Case(id="hang-stopped", fault="hang_stopped", families=HUNG, chance="either", guilty=(1,)),
     Case(id="hang-gil", fault="hang_gil", families=HUNG, chance="either", guilty=(3,), form="ours"),
     Case(

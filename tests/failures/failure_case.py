@@ -25,7 +25,6 @@ class Case:
         may_be_silent: Whether the logs need not show that anything failed.
         root: Whether the guilty rank must be named, no rank may be named, or anything goes.
         guilty: Ranks that do it; `()` is all of them.
-        has_flight: Whether flight recorders leave dumps.
         program: Another program than the training.
         rendezvous: Words for the agent's rendezvous; `{port}` is a port that is free, or taken.
         limit_s: When the step or session is ended from outside.
@@ -45,7 +44,6 @@ class Case:
     form: Form = "torch"
     arguments: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    has_flight: bool = False
     program: str | None = None
     rendezvous: tuple[str, ...] = ()
     is_port_taken: bool = False

@@ -126,16 +126,6 @@ def _training(case: Case, stage: Stage, place: _Place) -> list[str]:
 def _env(case: Case, stage: Stage, place: _Place) -> dict[str, str]:
     own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", TAG)
     env = {k: v for k, v in os.environ.items() if k not in own}
-    flights = place.evidence / "flight"
-    if case.has_flight:
-        flights.mkdir(exist_ok=True)
-        env |= {
-            "TORCH_FR_BUFFER_SIZE": "200",
-            "TORCH_NCCL_TRACE_BUFFER_SIZE": "200",
-            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-            "TORCH_FR_DUMP_TEMP_FILE": f"{flights}/nccl_trace_rank_",
-            "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": f"{flights}/nccl_trace_rank_",
-        }
     if stage.device == "cuda":
         env |= {"NCCL_NVLS_ENABLE": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "20"}
         env |= {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "3000"}

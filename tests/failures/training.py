@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ways
-import ways_ranks
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +42,6 @@ class Training:
         self.device_name: str = asked.device
         self.timeout_s: float = asked.timeout
         self.work: Path = asked.work
-        self.leaves_flight: bool = asked.flight and asked.device == "cpu"
         self.rank = int(os.environ["RANK"])
         self.world_size = int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -79,8 +77,6 @@ class Training:
             torch.cuda.set_device(self.local_rank)
         backend = "nccl" if self.device_name == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=self.timeout_s))
-        if self.leaves_flight:
-            ways_ranks.write_flight_record_on_failure(self)
         self.say(f"process group of {self.world_size} ranks is up, backend {backend}")
         torch.manual_seed(1234)
         self.model = torch.nn.Linear(16, 4).to(self.device)
@@ -162,7 +158,6 @@ def main() -> None:
     parser.add_argument("--guilty", default="2", help="ranks, with commas; or all")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--timeout", type=float, default=8.0, help="of collectives, in seconds")
-    parser.add_argument("--flight", action="store_true", help="leave gloo's flight record")
     parser.add_argument("--work", type=Path, required=True)
     asked, rest = parser.parse_known_args()
     training = Training(asked)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ways import way
@@ -75,25 +73,3 @@ def killed_in_collective(training: Training) -> None:
 
     dist.all_reduce(torch.ones(1 << 20, device=training.device), async_op=True)
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def write_flight_record(training: Training) -> None:
-    """Do for gloo what NCCL's watchdog does by itself: leave what the recorder has."""
-    from torch._C import _distributed_c10d as c10d
-
-    dump = getattr(c10d, "_dump_fr_trace", None)
-    if dump is not None:
-        path = f"{os.environ['TORCH_FR_DUMP_TEMP_FILE']}{training.rank}"
-        with open(path, "wb") as file:  # noqa: PTH123
-            file.write(dump())
-
-
-def write_flight_record_on_failure(training: Training) -> None:
-    """Install a hook that leaves the recorder's content before a traceback ends the rank."""
-    before = sys.excepthook
-
-    def hook(kind: type[BaseException], raised: BaseException, trace: TracebackType | None) -> None:
-        write_flight_record(training)
-        before(kind, raised, trace)
-
-    sys.excepthook = hook

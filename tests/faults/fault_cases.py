@@ -27,7 +27,7 @@ class Case:
         sign: What ends the wait.
         has_stacks: Whether ranks that hang show their stacks: those are all but the guilty one
             (`others`), it alone (`guilty`), or all.
-        has_flight: Whether NCCL's flight recorder shows who missed the collective.
+        has_flight: Whether the report shows what NCCL's flight recorder has.
         exit_code: Of a session that the fault ends; None where the session goes on.
         prints: Pattern in the output of a session that the fault ends.
         driver: What is done to the session from outside.

@@ -1,1 +1,1 @@
-"""Readers of log lines, tracebacks, exits and flight records."""
+"""Readers of log lines, tracebacks and exits."""

@@ -109,41 +109,33 @@ Current thread 0x00007f02 (most recent call first):
     )
 
 
-def flight(*collectives: tuple[int, str, str], group: str = "0", ranks: str = "[0, 1, 2]") -> str:
+def flight(*collectives: tuple[int, str, str]) -> str:
     entries = [
         {
             "record_id": record,
             "collective_seq_id": number,
-            "process_group": [group, "a name"],
+            "process_group": ["0", "a name"],
             "profiling_name": f"nccl:{name}",
             "state": state,
             "input_sizes": [[4]],
         }
         for record, (number, name, state) in enumerate(collectives)
     ]
-    config = {group: {"name": group, "desc": "a name", "ranks": ranks}}
-    return json.dumps({"version": "2.9", "pg_config": config, "entries": entries})
+    return json.dumps({"version": "2.9", "pg_config": {}, "entries": entries})
 
 
-def test_the_collective_that_a_rank_missed_is_named() -> None:
+def test_the_last_collectives_of_each_rank_are_named() -> None:
     first = (1, "all_reduce", "completed")
     stuck = flight(first, (2, "all_gather", "started"))
     assert (
-        describe_flights({0: stuck, 1: flight(first), 2: stuck})
+        describe_flights({0: stuck, 1: flight(first), 2: flight(*[first] * 4)})
         == """\
-all_gather, collective 2 of group 0 (a name): called by ranks 0, 2, not by rank 1
-rank 0: all_reduce, collective 1 of group 0, completed, input [[4]]
-rank 0: all_gather, collective 2 of group 0, started, input [[4]]
-rank 1: all_reduce, collective 1 of group 0, completed, input [[4]]
-rank 2: all_reduce, collective 1 of group 0, completed, input [[4]]
-rank 2: all_gather, collective 2 of group 0, started, input [[4]]"""
-    )
-
-
-def test_a_rank_without_any_collective_missed_the_first() -> None:
-    text = describe_flights({0: flight((1, "broadcast", "started")), 1: flight()})
-    assert text.splitlines()[0] == (
-        "broadcast, collective 1 of group 0 (a name): called by rank 0, not by rank 1"
+rank 0: all_reduce, collective 1 of group 0 (a name), completed, input [[4]]
+rank 0: all_gather, collective 2 of group 0 (a name), started, input [[4]]
+rank 1: all_reduce, collective 1 of group 0 (a name), completed, input [[4]]
+rank 2: all_reduce, collective 1 of group 0 (a name), completed, input [[4]]
+rank 2: all_reduce, collective 1 of group 0 (a name), completed, input [[4]]
+rank 2: all_reduce, collective 1 of group 0 (a name), completed, input [[4]]"""
     )
 
 
@@ -151,11 +143,3 @@ def test_records_that_cannot_be_read_say_nothing() -> None:
     assert describe_flights({0: "{}", 1: "not json", 2: "[]", 3: '{"entries": [1]}'}) == ""
     odd = ['{"entries": 5}', '{"entries": [{"seq_id": "x"}]}', '{"pg_config": [1]}', "[" * 100_000]
     assert describe_flights(dict(enumerate(odd))) == ""
-
-
-def test_ranks_outside_of_a_group_have_missed_nothing_of_it() -> None:
-    stuck = flight((1, "all_reduce", "started"), group="5", ranks="[0, 1]")
-    text = describe_flights({0: stuck, 1: stuck, 2: flight()})
-    assert "not by" not in text
-    text = describe_flights({0: stuck, 1: flight(group="5", ranks="[0, 1]"), 2: flight()})
-    assert text.splitlines()[0].endswith("called by rank 0, not by rank 1")

@@ -5,16 +5,13 @@ It is the sum, modulo 2^64, of the tensor's 64-bit words (32, 16 or 8 bits where
 bytes asks for it), each times an odd number that belongs to its place. One word that differs always
 changes it; several that do, but for a chance of about 2^-32.
 
-On the CPU numpy measures at once. On a GPU the results stay there until they are `resolved`, so
-that nothing waits for the GPU before the end of a step.
+numpy measures on the CPU, wherever the tensor is: its values are stored from there too.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -28,15 +25,6 @@ _CHUNK = 1 << 20  # words that are hashed at once; part of the definition of the
 _DOUBLES = 1 << 13  # at once: what is much longer the allocator maps anew each time, page by page
 _MASK = (1 << 64) - 1
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """A measurement that is on its way on a GPU."""
-
-    num_values: int
-    floats: torch.Tensor
-    hash: torch.Tensor
 
 
 def bits_on_cpu(tensor: torch.Tensor) -> Array:
@@ -59,7 +47,7 @@ def hash_on_cpu(bits: Array) -> str:
     for number, start in enumerate(range(0, len(words), _CHUNK)):
         chunk = words[start : start + _CHUNK]
         value += int(np.dot(chunk, _multipliers(len(chunk)))) * _odd(number)
-    return _hex(value)
+    return f"{value & _MASK:016x}"
 
 
 @np.errstate(invalid="ignore")  # a conversion warns of NaN
@@ -78,69 +66,13 @@ def measure_on_cpu(bits: Array, dtype: torch.dtype, digest: str) -> TensorMeasur
             not_finite += len(part) - int(np.count_nonzero(np.isfinite(doubles)))
         squares += part_squares
         total += float(np.add.reduce(doubles))
-    return _measurement(len(bits), squares, total, not_finite, digest)
-
-
-def flat_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a tensor on a GPU one after the other, without gradients."""
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    return values.contiguous().view(-1)
-
-
-def resolve(pending: Sequence[Pending]) -> list[TensorMeasurement]:
-    """Bring measurements from the GPU, all at once."""
-    if not pending:
-        return []
-    floats = torch.stack([one.floats for one in pending]).cpu().tolist()
-    hashes = torch.stack([one.hash for one in pending]).cpu().tolist()
-    return [
-        _measurement(one.num_values, squares, total, int(not_finite), _hex(value))
-        for one, (squares, total, not_finite), value in zip(pending, floats, hashes, strict=True)
-    ]
-
-
-def measure_on_device(values: torch.Tensor) -> Pending:
-    """Measure a flat tensor where it is, without waiting for the result."""
-    double = torch.float64
-    floats = torch.zeros(3, dtype=double, device=values.device)
-    words = _words(values)
-    value = torch.zeros((), dtype=torch.int64, device=values.device)
-    for part in torch.split(values, _CHUNK << 4):
-        floats[0] += torch.linalg.vector_norm(part.double()).square()
-        floats[1] += part.sum(dtype=double)
-        floats[2] += torch.count_nonzero(part.isfinite().logical_not())
-    for number, part in enumerate(torch.split(words, _CHUNK)):
-        multipliers = _multipliers_on(values.device)[: len(part)]
-        value += (part * multipliers).sum() * _signed(_odd(number))
-    return Pending(len(values), floats, value)
-
-
-def _measurement(
-    num_values: int, squares: float, total: float, not_finite: int, digest: str
-) -> TensorMeasurement:
-    """Return norm, mean and hash from sums over the values."""
     is_finite = math.isfinite(squares) and not not_finite
     return TensorMeasurement(
         norm=math.sqrt(squares) if is_finite else None,
-        mean=total / num_values if is_finite and num_values else None,
+        mean=total / len(bits) if is_finite and len(bits) else None,
         not_finite=not_finite,
         hash=digest,
     )
-
-
-def _hex(value: int) -> str:
-    return f"{value & _MASK:016x}"
-
-
-def _words(values: torch.Tensor) -> torch.Tensor:
-    """View a flat tensor as its longest whole words of at most 64 bits."""
-    size = values.element_size()
-    word = math.gcd(len(values) * size, 8)
-    if word > size and values.storage_offset() * size % word:
-        values = values.clone()  # begins inside a word
-    return values.view(_WORDS[word])
 
 
 @functools.lru_cache(maxsize=1 << 12)
@@ -150,11 +82,6 @@ def _odd(number: int) -> int:
     mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 & _MASK
     mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
     return mixed ^ mixed >> 31 | 1
-
-
-def _signed(number: int) -> int:
-    """Return the same 64 bits as a signed number."""
-    return number - (1 << 64) if number >> 63 else number
 
 
 def _multipliers(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -170,8 +97,3 @@ def _all_multipliers(length: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
         mixed = (mixed ^ mixed >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ mixed >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return (mixed ^ mixed >> np.uint64(31) | np.uint64(1)).view(np.int64)
-
-
-@functools.cache
-def _multipliers_on(device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(_all_multipliers(_CHUNK)).to(device)

@@ -33,16 +33,7 @@ from pytest_megatron.trace.files import (
     TraceRecord,
     TraceWriter,
 )
-from pytest_megatron.trace.measure import (
-    Array,
-    Pending,
-    bits_on_cpu,
-    flat_values,
-    hash_on_cpu,
-    measure_on_cpu,
-    measure_on_device,
-    resolve,
-)
+from pytest_megatron.trace.measure import Array, bits_on_cpu, hash_on_cpu, measure_on_cpu
 from pytest_megatron.trace.settings import TraceSettings
 from pytest_megatron.trace.shards import (
     NamedParameter,
@@ -100,10 +91,9 @@ class Noise:
 
 _WITHOUT_EFFECT = ("Identity", "IdentityOp", "IdentityFuncOp")  # return what they get
 _PLAIN = torch._C.DisableTorchFunction  # no torch function mode of the program, no subclass
-At = tuple[int, int] | None  # offset and bytes of stored values
+_Measured = tuple[TensorMeasurement, tuple[int, int] | None]  # and offset, bytes of stored values
 _RANGES = "_get_model_param_range_map"  # of megatron-core's distributed optimizer
 _MAX_CALLS = 1 << 12  # of a model without a step: the optimizer is of a kind that is not known
-_MAX_PENDING = 1 << 14  # records that wait for the end of the step
 
 
 class _OptimizerStep(Protocol):
@@ -159,8 +149,7 @@ class Recorder:
         self._models: list[_Model] = []
         self._known: set[int] = set()  # modules that have hooks
         self._watched: dict[int, _Watched] = {}
-        self._pending: list[tuple[partial[TraceRecord], Pending | TensorMeasurement]] = []
-        self._measured: dict[tuple[str, torch.dtype, int], tuple[TensorMeasurement, At]] = {}
+        self._measured: dict[tuple[str, torch.dtype, int], _Measured] = {}
         self._order = 0
         self._step = 1
         self._num_steps = 0  # that are whole
@@ -207,7 +196,6 @@ class Recorder:
             self._writer = self._open(None, torch.device("cpu"))
         if self._updated:
             self._num_steps = self._step
-        self._flush()
         end = TraceEnd(steps=self._num_steps, problem=self._problem())
         self._writer.close(end if is_whole else None)
         self._watched.clear()
@@ -256,19 +244,10 @@ class Recorder:
         writer.write_header(header)
         return writer
 
-    def _flush(self) -> None:
-        """Write the records that wait."""
-        assert self._writer is not None
-        arrived = iter(resolve([one for _, one in self._pending if isinstance(one, Pending)]))
-        for make, found in self._pending:
-            measured = next(arrived) if isinstance(found, Pending) else found
-            self._writer.write_record(make(**vars(measured)))
-        self._pending.clear()
-        self._writer.flush()
-
     def _end_step(self) -> None:
         """Write the records of a step."""
-        self._flush()
+        assert self._writer is not None
+        self._writer.flush()
         self._num_steps = self._step
         self._watched.clear()
         self._measured.clear()
@@ -457,9 +436,9 @@ class Recorder:
             return
         with _PLAIN():
             values = local_values(gradient)
-            measured, at = self._measure(values)
+            measured = self._measure(values)
             for place in reversed(places):  # who got the tensor last computes its gradient first
-                self._append("backward", place, values, measured, at, microbatch=microbatch)
+                self._append("backward", place, values, measured, microbatch=microbatch)
 
     # Optimizers
 
@@ -569,21 +548,16 @@ class Recorder:
         """Record a parameter, its gradient or a state of it."""
         place = _Place(one.module, one.kind, f"{one.name}.{state}" if state else one.name)
         for shard, shape, values in one.parts(tensor, flat, state):
-            measured, at = self._measure(values)
-            self._append(phase, place, values, measured, at, shard=shard, shape=shape, step=step)
+            measured = self._measure(values)
+            self._append(phase, place, values, measured, shard=shard, shape=shape, step=step)
 
     def _record(self, phase: Phase, place: _Place, tensor: torch.Tensor, microbatch: int) -> None:
         """Measure a tensor, and append its record."""
         values = local_values(tensor)
-        measured, at = self._measure(values)
-        self._append(phase, place, values, measured, at, microbatch=microbatch)
+        self._append(phase, place, values, self._measure(values), microbatch=microbatch)
 
-    def _measure(self, values: torch.Tensor) -> tuple[TensorMeasurement | Pending, At]:
+    def _measure(self, values: torch.Tensor) -> _Measured:
         """Measure what this rank holds of a tensor, and store it."""
-        if values.device.type != "cpu":
-            with torch.no_grad():
-                values = flat_values(values)
-                return measure_on_device(values), self._store(bits_on_cpu(values.cpu()))
         bits = bits_on_cpu(values)
         # Most tensors are recorded several times, as what one module returns and another gets.
         key = (hash_on_cpu(bits), values.dtype, len(bits))
@@ -592,7 +566,7 @@ class Recorder:
             self._measured[key] = measured, self._store(bits)
         return self._measured[key]
 
-    def _store(self, bits: Array) -> At:
+    def _store(self, bits: Array) -> tuple[int, int] | None:
         """Write a tensor's values, and return where, if values are stored."""
         if self._settings.values != "full":
             return None
@@ -604,17 +578,16 @@ class Recorder:
         phase: Phase,
         place: _Place,
         tensor: torch.Tensor,
-        measured: TensorMeasurement | Pending,
-        at: At,
+        measured: _Measured,
         *,
         microbatch: int = 0,
         shard: ParameterShard | None = None,
         shape: tuple[int, ...] | None = None,
         step: int | None = None,
     ) -> None:
-        """Append the record of a tensor."""
-        make = partial(
-            TraceRecord,
+        """Write the record of a tensor."""
+        assert self._writer is not None
+        record = TraceRecord(
             order=self._order,
             step=self._step if step is None else step,
             microbatch=microbatch,
@@ -624,13 +597,12 @@ class Recorder:
             tensor=place.tensor,
             shape=tuple(tensor.shape) if shape is None else shape,
             dtype=str(tensor.dtype).removeprefix("torch."),
-            at=at,
+            at=measured[1],
             parameter=shard,
+            **vars(measured[0]),
         )
         self._order += 1
-        self._pending.append((make, measured))
-        if len(self._pending) >= _MAX_PENDING:
-            self._flush()
+        self._writer.write_record(record)
 
 
 def _is_in_backward() -> bool:

@@ -4,27 +4,12 @@ import pytest
 import torch
 
 from pytest_megatron.trace.files import TensorMeasurement
-from pytest_megatron.trace.measure import (
-    bits_on_cpu,
-    hash_on_cpu,
-    measure_on_cpu,
-    measure_on_device,
-    resolve,
-)
+from pytest_megatron.trace.measure import bits_on_cpu, hash_on_cpu, measure_on_cpu
 
 
 def measured(tensor: torch.Tensor) -> TensorMeasurement:
     bits = bits_on_cpu(tensor)
     return measure_on_cpu(bits, tensor.dtype, hash_on_cpu(bits))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64])
-@pytest.mark.parametrize("length", [0, 1, 7, 4096, (1 << 20) + 3])
-def test_the_formula_for_a_device_gives_the_same(dtype: torch.dtype, length: int) -> None:
-    values = torch.arange(length).to(dtype)
-    here, (there,) = measured(values), resolve([measure_on_device(values)])
-    assert (here.hash, here.not_finite) == (there.hash, there.not_finite)
-    assert [here.norm, here.mean] == pytest.approx([there.norm, there.mean])
 
 
 def test_one_bit_changes_the_hash() -> None:
@@ -54,7 +39,6 @@ def test_values_that_are_not_finite_are_counted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_autocast_of_the_program_changes_no_measurement(dtype: torch.dtype) -> None:
     values = torch.linspace(-1, 3, 1001).to(dtype)
-    plain, (on_device,) = measured(values), resolve([measure_on_device(values)])
+    plain = measured(values)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert measured(values) == plain
-        assert resolve([measure_on_device(values)]) == [on_device]

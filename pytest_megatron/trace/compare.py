@@ -52,7 +52,7 @@ from pytest_megatron.trace.pieces import (
     Trace,
     TracedStep,
     Values,
-    match_samples,
+    read_samples,
 )
 
 _EXIT_CODES = {"equal": 0, "different": 1, "unusable": 2}
@@ -320,11 +320,11 @@ class Comparer:
         Raises:
             TraceError: The candidate trains on others.
         """
-        matched = match_samples(reference, candidate)
-        if matched is None:
+        of_reference = read_samples(reference)
+        of_candidate = read_samples(candidate, of_reference)
+        if of_reference is None or of_candidate is None:
             return None
-        of_reference, of_candidate = matched
-        names = [{sample[0] for sample in one.places} for one in matched]
+        names = [{sample[0] for sample in one.places} for one in (of_reference, of_candidate)]
         if foreign := names[1] - names[0]:
             raise TraceError(
                 str(self._candidate.directory),

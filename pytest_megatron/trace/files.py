@@ -55,11 +55,7 @@ class TraceLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceHeader:
-    """First line of a rank's trace.
-
-    Attributes:
-        batch_first: Whether the batch comes before the sequence, as declared; None where not.
-    """
+    """First line of a rank's trace."""
 
     format_version: FormatVersion = 1
     rank: int
@@ -69,7 +65,6 @@ class TraceHeader:
     megatron_core: str | None
     layout: TraceLayout
     values: TraceValues
-    batch_first: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -245,7 +245,6 @@ class Merge:
         self, reference: TracedStep, candidate: TracedStep, samples: tuple[Samples, Samples] | None
     ) -> None:
         self._layouts = (reference.trace.layout, candidate.trace.layout)
-        self._is_batch_first = reference.trace.is_batch_first
         self._is_megatron = reference.trace.is_megatron
         self._samples = samples
         self._gated = _gated_modules(reference)
@@ -430,16 +429,13 @@ class Merge:
         pair = next((pair for pair in (_ORDERS, _FLATTENED) if first in pair), ())
         if not pair or not set(pair) <= set(common):
             return first
-        is_batch_first = self._is_batch_first
-        if is_batch_first is None and self._is_megatron:
-            is_batch_first = reference[0].record.kind in _BATCH_FIRST
-        if is_batch_first is not None:
-            return pair[is_batch_first]
+        if self._is_megatron:
+            return pair[reference[0].record.kind in _BATCH_FIRST]
         if self._is_read_alike(reference, candidate, pair):
             return first
         raise NotMergedError(
-            f"{list(candidate[0].record.shape)} may be {pair[0].value} or {pair[1].value}: give "
-            "batch_first, or compare sequences that are not as long as a micro-batch is large"
+            f"{list(candidate[0].record.shape)} may be {pair[0].value} or {pair[1].value}: "
+            "compare sequences that are not as long as a micro-batch is large"
         )
 
     def _is_read_alike(

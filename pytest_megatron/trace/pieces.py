@@ -156,11 +156,6 @@ class Trace:
         return self.headers[min(self.headers)].layout
 
     @property
-    def is_batch_first(self) -> bool | None:
-        """Whether the program's tensors have the batch first, as it was declared."""
-        return self.headers[min(self.headers)].batch_first
-
-    @property
     def is_megatron(self) -> bool:
         """Whether the model is one of megatron-core, whose sequences come first."""
         return self.headers[min(self.headers)].megatron_core is not None
@@ -301,33 +296,13 @@ class Samples:
             self.places.update((one, (microbatch, row)) for row, one in enumerate(rows))
 
 
-def match_samples(reference: TracedStep, candidate: TracedStep) -> tuple[Samples, Samples] | None:
-    """Return the samples of both, None where the model has no input.
-
-    The batch is the first axis of the input, or the second where only that makes samples that both
-    have.
-    """
-    found: tuple[Samples, Samples] | None = None
-    for batch_axis in (0, 1):
-        of_reference = read_samples(reference, batch_axis=batch_axis)
-        of_candidate = read_samples(candidate, of_reference, batch_axis=batch_axis)
-        if of_reference is None or of_candidate is None:
-            return None
-        if of_reference.places.keys() & of_candidate.places.keys():
-            return of_reference, of_candidate
-        found = found or (of_reference, of_candidate)
-    return found
-
-
-def read_samples(
-    step: TracedStep, known: Samples | None = None, *, batch_axis: int = 0
-) -> Samples | None:
+def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | None:
     """Return the samples of a step by the first integer input of the model, or its first input.
+
+    The first axis of the input is the batch, the second one the sequence. None without an input.
 
     Args:
         step: A step of any layout.
-        batch_axis: Axis of the input that is the batch; the other one of the first two is the
-            sequence.
         known: The reference's; context-parallel ranks may cut a sequence in two ways, and only
             one of them makes samples that the reference has.
     """
@@ -347,15 +322,13 @@ def read_samples(
         at = piece.layout
         if not piece.layout.tp[0]:
             pieces[at.dp[0], piece.record.microbatch].setdefault(at.cp[0], piece)
-    found = _rows(pieces, batch_axis, is_zigzag=True)
+    found = _rows(pieces, is_zigzag=True)
     if known is not None and step.trace.layout.cp[1] > 1 and not found.places.keys() & known.places:
-        found = _rows(pieces, batch_axis, is_zigzag=False)
+        found = _rows(pieces, is_zigzag=False)
     return found
 
 
-def _rows(
-    pieces: Mapping[Microbatch, Mapping[int, Piece]], batch_axis: int, *, is_zigzag: bool
-) -> Samples:
+def _rows(pieces: Mapping[Microbatch, Mapping[int, Piece]], *, is_zigzag: bool) -> Samples:
     """Return the samples of each micro-batch, from the model's inputs."""
     counts: dict[str, int] = defaultdict(int)
     rows: dict[Microbatch, tuple[tuple[str, int], ...]] = {}
@@ -363,7 +336,7 @@ def _rows(
     for microbatch in sorted(pieces, key=lambda one: (one[1], one[0])):
         parts = [pieces[microbatch][cp] for cp in sorted(pieces[microbatch])]
         num_ranks = len(parts)
-        local = [np.asarray(part.values()).swapaxes(0, batch_axis) for part in parts]
+        local = [np.asarray(part.values()) for part in parts]
         length = local[0].shape[1] * num_ranks
         whole = np.empty((len(local[0]), length, *local[0].shape[2:]), local[0].dtype)
         for cp, part in enumerate(local):

@@ -18,7 +18,7 @@ import hashlib
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, cast
 
@@ -201,33 +201,6 @@ class Recorder:
         self._watched.clear()
         self._measured.clear()
 
-    def attach(
-        self, model: torch.nn.Module, optimizer: object, *, batch_first: bool | None = None
-    ) -> None:
-        """Record a model from before its first call, and an optimizer of any kind."""
-        if batch_first is not None:
-            self._settings = replace(self._settings, batch_first=batch_first)
-        if not self._is_over and id(model) not in self._known:
-            self._adopt(model)
-        kind = type(optimizer)
-        is_known = isinstance(optimizer, torch.optim.Optimizer) or any(
-            one.__name__ == "MegatronOptimizer" for one in kind.__mro__
-        )
-        step = getattr(kind, "step", None)
-        if step is not None and not is_known:
-            vars(optimizer)["step"] = partial(self._traced(step), optimizer)
-            self._undo.callback(vars(optimizer).pop, "step")
-
-    def step(self) -> None:
-        """End a step, unless its last optimizer did."""
-        if self._is_over or not any(model.num_calls for model in self._models):
-            return
-        if not self._updated:
-            self.before_optimizer(None)
-            self.after_optimizer(None, None)
-        if self._updated:
-            self._end_step()
-
     def _problem(self) -> str | None:
         """Return why the trace cannot be compared, None if it can."""
         if not self._models:
@@ -239,7 +212,7 @@ class Recorder:
     def _open(self, model: torch.nn.Module | None, device: torch.device) -> TraceWriter:
         """Open the files of this rank's trace, and write the header."""
         values = self._settings.values
-        header = header_of(model, device, values, batch_first=self._settings.batch_first)
+        header = header_of(model, device, values)
         writer = TraceWriter(self._settings.directory, header.rank, has_values=values == "full")
         writer.write_header(header)
         return writer

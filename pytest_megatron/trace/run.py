@@ -15,7 +15,7 @@ from pathlib import Path
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.process.tree import large_imports
-from pytest_megatron.trace import start
+from pytest_megatron.trace.settings import read_settings
 
 _USAGE = "usage: python -m pytest_megatron.trace.run {PROGRAM | -m MODULE} [ARGUMENT ...]"
 
@@ -26,11 +26,14 @@ def main() -> None:
     argv = sys.argv[2 if is_module else 1 :]
     if not argv or (argv[0].startswith("-") and not is_module):
         raise SystemExit(_USAGE)
-    with large_imports():  # torch, before the program loads anything
-        recorder = start()
-    if recorder is None:
+    settings = read_settings()
+    if settings is None:
         _run(argv, is_module=is_module)
         return
+    with large_imports():  # torch, before the program loads anything
+        from pytest_megatron.trace.recorder import Recorder
+    recorder = Recorder(settings)
+    recorder.start()
     is_whole = False
     try:
         _run(argv, is_module=is_module)

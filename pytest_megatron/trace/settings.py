@@ -35,8 +35,6 @@ class TraceSettings:
         weights_from: Directory of the initial weights of another run, which replace those of
             this one; the parallel layout of that run may differ.
         noise_seed: Seed of a disturbance at rounding size; None disturbs nothing.
-        batch_first: Whether the batch comes before the sequence in the program's tensors, also
-            where both are one axis; None where the sizes shall tell.
     """
 
     directory: Path
@@ -45,7 +43,6 @@ class TraceSettings:
     weights_to: Path | None = None
     weights_from: Path | None = None
     noise_seed: int | None = None
-    batch_first: bool | None = None
 
     @property
     def has_new_weights(self) -> bool:
@@ -85,7 +82,6 @@ class TraceSettings:
             steps=cast("int", values.get("steps", 2)),
             values="full" if values.get("values") == "full" else "hash",
             noise_seed=cast("int | None", values.get("noise_seed")),
-            batch_first=cast("bool | None", values.get("batch_first")),
             **directories,
         )
 
@@ -93,7 +89,6 @@ class TraceSettings:
 def _check(values: Mapping[str, object]) -> None:
     """Raise for the first value that is none of its key's."""
     steps, seed = values.get("steps", 2), values.get("noise_seed")
-    order = values.get("batch_first")
     for key, is_right, expected in (
         ("directory", isinstance(values.get("directory"), str), "a path"),
         ("steps", type(steps) is int and steps > 0, "a whole number from 1"),
@@ -101,7 +96,6 @@ def _check(values: Mapping[str, object]) -> None:
         ("weights_to", isinstance(values.get("weights_to"), str | None), "a path or null"),
         ("weights_from", isinstance(values.get("weights_from"), str | None), "a path or null"),
         ("noise_seed", seed is None or type(seed) is int, "a whole number or null"),
-        ("batch_first", isinstance(order, bool | None), "true, false or null"),
     ):
         if not is_right:
             raise TraceError(VARIABLE, f"{key} is {values.get(key)!r}, expected {expected}")

@@ -31,8 +31,6 @@ def header_of(
     model: torch.nn.Module | None,
     device: torch.device,
     values: Literal["hash", "full"],
-    *,
-    batch_first: bool | None,
 ) -> TraceHeader:
     """Return the first line of this rank's trace."""
     rank, world_size = rank_and_size()
@@ -45,7 +43,6 @@ def header_of(
         megatron_core=None if megatron is None else str(megatron.__version__),
         layout=layout(model),
         values=values,
-        batch_first=batch_first,
     )
 
 

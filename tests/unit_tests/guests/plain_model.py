@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 from typing_extensions import override
 
-from pytest_megatron import trace
-
 VOCABULARY = 24
 
 
@@ -75,7 +73,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=6)
     parser.add_argument("--flatten", choices=("no", "inside", "loss"), default="no")
     parser.add_argument("--interleave", action="store_true")
-    parser.add_argument("--batch-first", choices=("", "yes", "no"), default="")
     parser.add_argument("--bug", default="")
     return parser.parse_args()
 
@@ -120,8 +117,6 @@ def main() -> None:
         for block in model.blocks:
             parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    if given.batch_first:
-        trace.attach(model, optimizer, batch_first=given.batch_first == "yes")
     loss_of = torch.nn.CrossEntropyLoss()
     replicas = world_size if given.parallel == "dp" else 1
     mine = range(rank if replicas > 1 else 0, given.batch // given.micro_batch, replicas)

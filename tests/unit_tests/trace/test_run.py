@@ -1,4 +1,4 @@
-"""Whole programs: `python -m pytest_megatron.trace.run` and the API."""
+"""Whole programs: `python -m pytest_megatron.trace.run`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,11 @@ PROGRAM = """
 import sys
 import torch
 from beside import make
-from pytest_megatron import trace
 
 assert (__name__, sys.argv[1:]) == ("__main__", ["--lr", "1"])
 torch.manual_seed(0)
 model = make()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-ATTACH
 for _ in range(3):
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
@@ -44,20 +42,16 @@ class Traced:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
-    """PROGRAM through the module, with the API in its place, and through the module to an exit."""
+    """PROGRAM to its end, and to an exit."""
     root = tmp_path_factory.mktemp("traced")
     (root / "beside.py").write_text("import torch\nmake = lambda: torch.nn.Linear(4, 2)\n")
     programs = {}
-    for name, module, attach, step in (
-        ("module", ["-m", RUN], "pass", "pass"),
-        ("api", [], "trace.attach(model)", "trace.step()"),
-        ("exit", ["-m", RUN], "pass", "sys.exit(3)"),
-    ):
+    for name, step in (("module", "pass"), ("exit", "sys.exit(3)")):
         path = root / f"{name}.py"
-        path.write_text(PROGRAM.replace("ATTACH", attach).replace("STEP", step))
+        path.write_text(PROGRAM.replace("STEP", step))
         settings = TraceSettings(directory=root / name)
         programs[name] = Program(
-            words=[*module, str(path), "--lr", "1"],
+            words=["-m", RUN, str(path), "--lr", "1"],
             output=str(root / f"{name}.txt"),
             env={VARIABLE: settings.to_json()},
         )
@@ -73,9 +67,8 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Traced]:
     }
 
 
-def test_a_program_is_traced_as_it_is_or_with_the_api(traced: dict[str, Traced]) -> None:
+def test_a_program_is_traced_as_it_is(traced: dict[str, Traced]) -> None:
     assert traced["module"] == Traced(exit_code=0, num_records=16, end=TraceEnd(steps=2))
-    assert traced["api"] == traced["module"]
 
 
 def test_the_exit_code_is_the_programs_and_its_trace_is_cut_off(traced: dict[str, Traced]) -> None:

@@ -22,7 +22,6 @@ def test_settings_pass_through_the_variable() -> None:
         values="full",
         weights_from=Path("w"),
         noise_seed=0,
-        batch_first=False,
     )
     assert read_settings({VARIABLE: settings.to_json()}) == settings
 
@@ -51,7 +50,6 @@ def test_without_the_variable_there_are_none() -> None:
         ('{"directory": "a", "steps": true}', "steps is True, expected a whole number from 1"),
         ('{"directory": "a", "values": "all"}', "values is 'all', expected hash or full"),
         ('{"directory": "a", "noise_seed": "1"}', "noise_seed is '1', expected a whole number"),
-        ('{"directory": "a", "batch_first": 1}', "batch_first is 1, expected true, false or null"),
         ('{"directory": "a", "step": 1}', "unknown key 'step', expected some of directory"),
     ],
 )

@@ -261,7 +261,7 @@ class Recorder:
                 self._record_initial(inner, name)
                 read_weights(inner, name, self._settings.weights_from)
             if self._settings.weights_to is not None:
-                write_weights(inner, name, self._settings.weights_to, is_first=not self._models)
+                write_weights(inner, name, self._settings.weights_to, len(self._models))
             if self._noise is not None:
                 self._noise.disturb_parameters(inner, name)
         model = _Model(name, inner, named_parameters(inner, name), named_buffers(inner, name))

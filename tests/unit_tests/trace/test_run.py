@@ -84,5 +84,5 @@ def test_a_wrong_variable_is_one_line(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
     )
-    message = f"pytest_megatron.trace: {VARIABLE}: '7' is not a JSON object; unset it\n"
-    assert (done.returncode, done.stderr) == (1, message)
+    problem = "found 7, expected a mapping; correct it, or unset the variable"
+    assert (done.returncode, done.stderr) == (1, f"pytest_megatron.trace: {VARIABLE}: {problem}\n")

@@ -44,16 +44,17 @@ def test_without_the_variable_there_are_none() -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "'{' is not a JSON object; unset it"),
-        ("{}", "directory is None, expected a path"),
-        ('{"directory": "a", "steps": 0}', "steps is 0, expected a whole number from 1"),
-        ('{"directory": "a", "steps": true}', "steps is True, expected a whole number from 1"),
-        ('{"directory": "a", "values": "all"}', "values is 'all', expected hash or full"),
-        ('{"directory": "a", "noise_seed": "1"}', "noise_seed is '1', expected a whole number"),
-        ('{"directory": "a", "step": 1}', "unknown key 'step', expected some of directory"),
+        ("{", "is no JSON: "),
+        ("7", "found 7, expected a mapping; correct it, or unset the variable"),
+        ("{}", "directory: is missing; add it"),
+        ('{"directory": "a", "steps": 0}', "steps: found 0, expected at least 1"),
+        ('{"directory": "a", "steps": true}', "steps: found True, expected an integer"),
+        ('{"directory": "a", "values": "all"}', "values: found 'all', expected one of full, hash"),
+        ('{"directory": "a", "noise_seed": "1"}', "noise_seed: found '1', expected an integer"),
+        ('{"directory": "a", "step": 1}', "step: "),
     ],
 )
 def test_a_wrong_value_is_named(text: str, problem: str) -> None:
     with pytest.raises(TraceError) as caught:
-        TraceSettings.from_json(text)
+        read_settings({VARIABLE: text})
     assert str(caught.value).startswith(f"{VARIABLE}: {problem}")

@@ -47,7 +47,6 @@ from pytest_megatron.trace.equivalence import (
     as_text,
     comparison_to_json,
     headline,
-    read_comparison,
 )
 from pytest_megatron.trace.settings import BEGIN_VARIABLE, TraceValues
 
@@ -304,25 +303,20 @@ def command() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Compared:
-    """Two traces and how they compare; None with the problem where they cannot be compared."""
+    """Two traces and how they compare."""
 
     reference: FoundTrace
     candidate: FoundTrace
-    comparison: TraceComparison | None
-    problem: str = ""
-
-    @property
-    def verdict(self) -> str:
-        return "unusable" if self.comparison is None else self.comparison.verdict
+    comparison: TraceComparison
 
     @property
     def line(self) -> str:
         """The verdict in a line."""
-        name = f"{self.verdict}: {self.reference.name}"
+        name = f"{self.comparison.verdict}: {self.reference.name}"
         if self.candidate.node_id != self.reference.node_id:
-            name = f"{self.verdict}: {self.candidate.name} against {self.reference.name}"
-        if self.comparison is None:
-            return f"{name}: {self.problem}"
+            name = f"{self.comparison.verdict}: {self.candidate.name} against {self.reference.name}"
+        if self.comparison.problem is not None:
+            return f"{name}: {self.comparison.problem}"
         if self.comparison.divergences:
             return f"{name}: {headline(self.comparison.divergences[0])}"
         tensors = counted(self.comparison.num_compared, "tensor")
@@ -365,7 +359,7 @@ def _end(
         form: `text` or `json`.
         directory: Of runs that were made for this; removed where all are equal, since it is large.
     """
-    verdicts = {one.verdict for one in compared}
+    verdicts = {one.comparison.verdict for one in compared}
     verdict = next(word for word in ("different", "unusable", "equal") if word in verdicts)
     if form == "json":
         traces: list[JsonValue] = [_to_json(one) for one in compared]
@@ -381,14 +375,11 @@ def _end(
 
 def _compare(reference: FoundTrace, candidate: FoundTrace) -> _Compared:
     """Compare two traces bit by bit; why that cannot be is kept."""
-    comparison, problem = None, ""
     try:
-        comparison = compare_bits(reference.directory, candidate.directory)
+        found = compare_bits(reference.directory, candidate.directory)
     except TraceError as error:
-        problem = str(error)
-    return _Compared(
-        reference=reference, candidate=candidate, comparison=comparison, problem=problem
-    )
+        found = TraceComparison(verdict="unusable", problem=str(error))
+    return _Compared(reference=reference, candidate=candidate, comparison=found)
 
 
 def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterator[str]:
@@ -396,9 +387,9 @@ def _diff_lines(compared: Sequence[_Compared], beside: Sequence[str]) -> Iterato
     yield from beside
     for one in compared:
         yield one.line
-        if one.comparison is not None and one.comparison.divergences:
+        if one.comparison.divergences:
             yield from (f"  {line}" for line in as_text(one.comparison).splitlines())
-    num_equal = sum(one.verdict == "equal" for one in compared)
+    num_equal = sum(one.comparison.verdict == "equal" for one in compared)
     if len(compared) > 1:
         yield f"{num_equal} of {counted(len(compared), 'trace')} are equal"
 
@@ -410,9 +401,9 @@ def _to_json(one: _Compared) -> JsonValue:
         "phase": one.reference.number or None,
         "reference": str(one.reference.directory),
         "candidate": str(one.candidate.directory),
-        "verdict": one.verdict,
+        "verdict": one.comparison.verdict,
         "text": one.line,
-        "comparison": None if one.comparison is None else comparison_to_json(one.comparison),
+        "comparison": comparison_to_json(one.comparison),
     }
 
 
@@ -469,7 +460,11 @@ def compare(
             raise TraceError(row, f"is {len(found)} trainings, {names}; name one")
         traces += found
     ours, noise, theirs = traces
-    _end([_compare_layouts(ours, noise, theirs, directory)], [], form, directory)
+    from pytest_megatron.trace.compare import compare as compare_layouts
+
+    comparison = compare_layouts(ours.directory, theirs.directory, noise.directory)
+    compared = _Compared(reference=ours, candidate=theirs, comparison=comparison)
+    _end([compared], [], form, directory)
 
 
 def _new_directory(name: str) -> Path:
@@ -519,23 +514,3 @@ def _train(
             f"pytest ended with exit code {code} and left no trace; {training.log}:\n"
             f"{training.last_words()}",
         ) from error
-
-
-def _compare_layouts(
-    reference: FoundTrace, noise: FoundTrace, candidate: FoundTrace, directory: Path
-) -> _Compared:
-    """Compare two layouts, in a process of its own: it holds every tensor, with torch."""
-    output = directory / "equivalence.json"
-    words = [sys.executable, "-m", "pytest_megatron.trace.compare", str(reference.directory)]
-    words += [str(candidate.directory), "--noise", str(noise.directory), "--output", str(output)]
-    env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
-    comparison, problem = None, ""
-    if output.is_file():
-        found = read_comparison(output)
-        comparison, problem = (found, "") if found.problem is None else (None, found.problem)
-    else:
-        problem = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return _Compared(
-        reference=reference, candidate=candidate, comparison=comparison, problem=problem
-    )

@@ -1,10 +1,10 @@
 """Compares two traces tensor by tensor and finds the first that differs; a program.
 
-    python -m pytest_megatron.trace.compare REFERENCE CANDIDATE [--noise NOISE] [--output FILE]
+    python -m pytest_megatron.trace.compare REFERENCE CANDIDATE [--noise NOISE]
 
 All are directories of traces with values. The reference's tensors are cut as the candidate's ranks
 hold theirs, one tensor of a step at a time. Exit code 0: equal; 1: different; 2: unusable. Reads
-values with numpy alone; never imported by the controller, which reads the file alone.
+values with numpy alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from pytest_megatron.trace.equivalence import (
     TensorDivergence,
     TraceComparison,
     as_text,
-    write_comparison,
 )
 from pytest_megatron.trace.files import MOST_DIVERGENCES
 from pytest_megatron.trace.hints import hint_of
@@ -718,11 +717,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("reference", type=Path)
     parser.add_argument("candidate", type=Path)
     parser.add_argument("--noise", type=Path, help="trace of the reference with rounding noise")
-    parser.add_argument("--output", type=Path, help="file to write as equivalence.json")
     given = parser.parse_args(argv)
     found = compare(given.reference, given.candidate, given.noise)
-    if given.output is not None:
-        write_comparison(given.output, found)
     print(as_text(found))  # noqa: T201 - its answer
     return _EXIT_CODES[found.verdict]
 

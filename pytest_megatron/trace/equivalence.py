@@ -1,17 +1,15 @@
-"""The result of comparing two traces: `equivalence.json`, and its text. No torch."""
+"""The result of comparing two traces, and its text. No torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal, TypeAlias, cast
 
-from pytest_megatron.base.files import JsonValue, read_bytes, write_json_atomically
-from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
+from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import Count, FormatVersion
 from pytest_megatron.base.text import counted, name_ranks, shorten, visible
-from pytest_megatron.errors import TraceError
 
 _MOST_NEXT = 5  # divergences after the first one that the text has
 _MOST_REASONS = 3
@@ -83,7 +81,7 @@ class NotCompared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceComparison:
-    """All of `equivalence.json`.
+    """How two traces compare.
 
     Attributes:
         problem: With `unusable`: where, found, expected, what to do.
@@ -103,33 +101,9 @@ class TraceComparison:
     num_divergences: Count = 0
 
 
-def write_comparison(path: Path, comparison: TraceComparison) -> None:
-    """Write `equivalence.json`; numbers that are not finite become null.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    write_json_atomically(path, comparison_to_json(comparison))
-
-
 def comparison_to_json(comparison: TraceComparison) -> JsonValue:
-    """Return the content of `equivalence.json`."""
+    """Return a comparison as JSON; numbers that are not finite become null."""
     return _plain(asdict(comparison))
-
-
-def read_comparison(path: Path) -> TraceComparison:
-    """Return the content of `equivalence.json`.
-
-    Raises:
-        TraceError: It cannot be read, or holds something else.
-    """
-    try:
-        return parse(TraceComparison, read_bytes(path))
-    except OSError as error:
-        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
-    except SchemaError as error:
-        problem = error.problems[0].in_output
-        raise TraceError(str(path), f"{problem}; compare the traces again") from None
 
 
 def as_text(comparison: TraceComparison) -> str:

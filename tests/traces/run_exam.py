@@ -39,6 +39,7 @@ from held_out_layouts import LAYOUTS as HELD_OUT_LAYOUTS  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 
 from pytest_megatron.trace import compare, run  # noqa: E402
+from pytest_megatron.trace.equivalence import comparison_to_json  # noqa: E402
 from pytest_megatron.trace.settings import VARIABLE  # noqa: E402
 
 gc.enable()
@@ -208,8 +209,7 @@ def _ask_one_session(question: Question, root: Path) -> Mark:
         )
     if done.stdout:
         (found,) = json.loads(done.stdout)["traces"]
-        missing = {"verdict": "missing", "problem": found["text"]}
-        file.write_text(json.dumps(found["comparison"] or missing))
+        file.write_text(json.dumps(found["comparison"]))
     return mark(question, file)
 
 
@@ -253,10 +253,10 @@ def _ask_one(question: Question, root: Path, references: dict[tuple[str, ...], P
             problem = f"{directory.name}: {problem}"
             output.write_text(json.dumps({"verdict": "missing", "problem": problem}))
             return mark(question, output)
-    words = [str(shared / "reference"), str(root / "candidate"), "--noise", str(shared / "noise")]
 
     def judge(_: int) -> None:
-        compare.main([*words, "--output", str(output)])
+        found = compare.compare(shared / "reference", root / "candidate", shared / "noise")
+        output.write_text(json.dumps(comparison_to_json(found)))
 
     run_ranks(1, judge, root)
     return mark(question, output)

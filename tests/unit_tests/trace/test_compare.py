@@ -17,8 +17,9 @@ from typing import Protocol
 import pytest
 from ports import held_port
 
+from pytest_megatron.trace.compare import compare as compare_traces
 from pytest_megatron.trace.compare import main
-from pytest_megatron.trace.equivalence import TraceComparison, read_comparison
+from pytest_megatron.trace.equivalence import TraceComparison, as_text
 from pytest_megatron.trace.files import (
     ParameterShard,
     TraceEnd,
@@ -51,7 +52,9 @@ _EP2 = ("--expert-model-parallel-size", "2")
 
 
 class Compare(Protocol):
-    def __call__(self, *directories: str | Path) -> tuple[int, TraceComparison, str]: ...
+    def __call__(
+        self, reference: str, candidate: str | Path, noise: str | None = None
+    ) -> TraceComparison: ...
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +98,11 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def compare(traces: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Compare:
-    def run(*directories: str | Path) -> tuple[int, TraceComparison, str]:
-        output = tmp_path / "equivalence.json"
-        names = [one if one == "--noise" else str(traces / one) for one in directories]
-        code = main([*names, "--output", str(output)])
-        return code, read_comparison(output), capsys.readouterr().out
+def compare(traces: Path) -> Compare:
+    def run(reference: str, candidate: str | Path, noise: str | None = None) -> TraceComparison:
+        return compare_traces(
+            traces / reference, traces / candidate, None if noise is None else traces / noise
+        )
 
     return run
 
@@ -134,24 +136,24 @@ def test_the_whole_parameters_are_in_the_ranks_traces(
 
 
 def test_layouts_that_train_the_same_are_equal(compare: Compare) -> None:
-    code, found, text = compare("reference", "tp2")
-    assert (code, found.verdict, found.not_compared) == (0, "equal", ())
+    found = compare("reference", "tp2")
+    assert (found.verdict, found.not_compared) == ("equal", ())
     assert found.num_compared > 200
-    assert text.startswith("0 of ")
+    assert as_text(found).startswith("0 of ")
 
 
 def test_parameters_that_are_gathered_in_the_forward_pass_begin_as_the_reference_s(
     compare: Compare,
 ) -> None:
-    code, found, _ = compare("reference", "gathered_late")
-    assert (code, found.verdict, found.steps) == (0, "equal", 2)
+    found = compare("reference", "gathered_late")
+    assert (found.verdict, found.steps) == ("equal", 2)
 
 
 def test_experts_without_tokens_are_compared(compare: Compare, traces: Path) -> None:
     records = read_records(rank_files(traces / "experts")[0])
     assert any(one.shape[:1] == (0,) for one in records)
-    code, found, _ = compare("experts", "experts_ep2", "--noise", "experts_noise")
-    assert (code, found.verdict, found.not_compared) == (0, "equal", ())
+    found = compare("experts", "experts_ep2", "experts_noise")
+    assert (found.verdict, found.not_compared) == ("equal", ())
 
 
 def test_moments_of_the_optimizer_are_compared_over_its_parts(
@@ -160,19 +162,23 @@ def test_moments_of_the_optimizer_are_compared_over_its_parts(
     records = read_records(rank_files(traces / "gathered_late")[1])
     moments = {one.tensor for one in records if (one.parameter or _NONE).attributes.get("state")}
     assert {"weight.exp_avg", "weight.exp_avg_sq"} <= moments
-    _, found, _ = compare("reference", "gathered_late")
+    found = compare("reference", "gathered_late")
     assert not [one for one in found.not_compared if "exp_avg" in one.tensor]
 
 
 def test_both_may_be_cut(compare: Compare) -> None:
-    assert compare("tp2", "reference")[0] == 0
-    assert compare("tp2", "tp2")[0] == 0
+    assert compare("tp2", "reference").verdict == "equal"
+    assert compare("tp2", "tp2").verdict == "equal"
 
 
-def test_output_that_is_not_reduced_is_the_first_difference(compare: Compare) -> None:
-    code, found, text = compare("reference", "bug")
+def test_output_that_is_not_reduced_is_the_first_difference(
+    compare: Compare, traces: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = compare("reference", "bug")
     first = found.divergences[0]
-    assert (code, found.verdict, first.phase, first.kind) == (1, "different", "forward", "replicas")
+    assert (found.verdict, first.phase, first.kind) == ("different", "forward", "replicas")
+    assert main([str(traces / "reference"), str(traces / "bug")]) == 1
+    text = capsys.readouterr().out
     assert first.module == "decoder.layers.1.self_attention.linear_proj"
     assert first.ranks == (0, 1)
     assert first.module in text.splitlines()[0]
@@ -185,19 +191,19 @@ def test_swapped_shards_are_never_matched_by_their_values(
     swapped = shutil.copytree(traces / "tp2", tmp_path / "swapped")
     for rank in (0, 1):
         shutil.copy(traces / f"tp2/rank_{1 - rank}.bin", swapped / f"rank_{rank}.bin")
-    code, found, _ = compare("reference", swapped)
-    assert (code, found.divergences[0].step) == (1, 0)
+    found = compare("reference", swapped)
+    assert (found.verdict, found.divergences[0].step) == ("different", 0)
 
 
 def test_other_data_is_one_clear_error(compare: Compare) -> None:
-    code, found, _ = compare("reference", "other_data")
-    assert (code, found.verdict) == (2, "unusable")
+    found = compare("reference", "other_data")
+    assert found.verdict == "unusable"
     assert "4 of 4 samples in step 1 that the reference has not" in (found.problem or "")
 
 
-def test_noise_of_another_layout_is_one_clear_error(compare: Compare, traces: Path) -> None:
-    code, found, _ = compare("reference", "tp2", "--noise", traces / "tp2")
-    assert (code, found.verdict) == (2, "unusable")
+def test_noise_of_another_layout_is_one_clear_error(compare: Compare) -> None:
+    found = compare("reference", "tp2", "tp2")
+    assert found.verdict == "unusable"
     assert "expected a second run of it" in (found.problem or "")
 
 
@@ -252,6 +258,6 @@ def test_damaged_traces_are_one_clear_error(
     compare: Compare, traces: Path, tmp_path: Path, damage: Callable[[Path], None], problem: str
 ) -> None:
     damage(shutil.copytree(traces / "tp2", tmp_path / "damaged"))
-    code, found, _ = compare("reference", tmp_path / "damaged")
-    assert (code, found.verdict) == (2, "unusable")
+    found = compare("reference", tmp_path / "damaged")
+    assert found.verdict == "unusable"
     assert problem in (found.problem or "")

@@ -253,7 +253,7 @@ def evidence_of(place: LogLine, rank: int | None) -> RecordedEvidence:
         rank: Whose it is, where its log is not one rank's own.
     """
     try:
-        line = place.log.raw_number(line_number(place.log.path, place.offset))
+        line = line_number(place.log.path, place.offset)
     except OSError:
         line = 1
     return RecordedEvidence(

@@ -5,9 +5,8 @@
 
 from __future__ import annotations
 
-import bisect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path, PurePath
@@ -32,25 +31,17 @@ class LogFile:
     Attributes:
         shown: What a person knows it as; of a member of an archive `artifact.zip!name`.
         rank: Whose it is, None for a launcher's.
-        shifts: Of a copy without what was put around its lines: numbers of lines in it, and what to
-            add from there on for the number in the log.
     """
 
     path: Path
     shown: str
     rank: int | None = None
     stream: Stream = Stream.BOTH
-    shifts: Sequence[tuple[int, int]] = field(default=(), compare=False)
 
     @property
     def short_name(self) -> str:
         """What a rank's log is called in its launch: `3/stderr.log`."""
         return f"{self.rank}/{PurePath(self.shown).name}"
-
-    def raw_number(self, number: int) -> int:
-        """Return the number in the log of a line that is read in its place."""
-        index = bisect.bisect_right(self.shifts, number, key=lambda shift: shift[0])
-        return number + (self.shifts[index - 1][1] if index else 0)
 
 
 class End(Enum):

@@ -40,7 +40,6 @@ from pytest_megatron.session import exit_code, options
 from pytest_megatron.session.arguments import (
     are_recipes_asked_for,
     findable,
-    leave_out_of_environment,
     refuse_root_of_values,
 )
 from pytest_megatron.session.options import has_workers
@@ -135,7 +134,8 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the roles that this session is known to have."""
-    _leave_to_others(config)
+    if not config.option.help:
+        config.stash[_SHORT_NAMES].withdraw()  # from conftest files further down
     for configure in _CONFIGURE.all():
         configure(config)
     if options.is_rank(config):
@@ -182,14 +182,6 @@ def _refuse_with_nodes(config: pytest.Config) -> None:
         raise pytest.UsageError(
             "--nnodes: pytest-testmon (--testmon) records on one node; drop one of them"
         )
-
-
-def _leave_to_others(config: pytest.Config) -> None:
-    """Leave short names to conftest files further down, and the environment to tests."""
-    names = config.stash[_SHORT_NAMES]
-    if not config.option.help:
-        names.withdraw()
-    leave_out_of_environment(config, names.taken)
 
 
 @pytest.hookimpl(optionalhook=True)

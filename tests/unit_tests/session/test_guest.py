@@ -10,7 +10,6 @@ import pytest
 
 from pytest_megatron import plugin
 from pytest_megatron.entry import FIXTURES
-from pytest_megatron.session.arguments import _without_ours
 
 # Declarations as public projects have them; docs/reference/other-plugins.md names those.
 SHAPES = {
@@ -239,42 +238,6 @@ def test_help_has_each_option_once(tmp_path: Path) -> None:
     lines = [line.strip() for line in output.split("\n")]
     assert [x for x in lines if x.startswith("--megatron-")] == ["--megatron-device=auto|cuda|cpu"]
     assert len([x for x in lines if x.startswith("--gpus=")]) == 1
-
-
-@pytest.mark.parametrize("ranks", [(), ("--ranks=2", "--megatron-device=cpu")])
-def test_a_pytest_that_a_test_starts_is_not_asked(ranks: tuple[str, ...], tmp_path: Path) -> None:
-    test = """
-import os, subprocess, sys
-def test():
-    assert os.environ["PYTEST_ADDOPTS"] == "-v --device cpu"
-    assert "PYTEST_PLUGINS" not in os.environ
-    words = ["-p", "no:cacheprovider", "--rootdir=inner", "--confcutdir=inner"]
-    words += ["-c", os.devnull, "inner"]
-    subprocess.run([sys.executable, "-m", "pytest", *words], check=True)
-"""
-    conftest, _, inner = SHAPES["a fixture that returns its option"]
-    project(tmp_path, conftest, test)
-    (tmp_path / "inner").mkdir()
-    project(tmp_path / "inner", conftest, inner.replace("mps", "cpu").replace("test(", "test_in("))
-    (tmp_path / "inner" / "test_it.py").rename(tmp_path / "inner" / "test_inner.py")
-    addopts = "-v -p megatron -o megatron_rank_grace=3 -o megatron_history=off"
-    env = {"PYTEST_ADDOPTS": f"{addopts} --device cpu", "PYTEST_PLUGINS": "megatron"}
-    code, output = run(tmp_path, *ranks, "test_it.py", **env)
-    assert code == 0, output
-
-
-@pytest.mark.parametrize(
-    ("words", "left"),
-    [
-        ("-p megatron -p xdist -pmegatron -x", "-p xdist -x"),
-        ("--gpus 8 tests --gpus=8", "tests"),
-        ("--fake-ranks -x --fake-ranks 5 a", "-x a"),
-        ("--plan --device cuda -k plan", "--device cuda -k plan"),
-        ("--megatron-device cuda -omegatron_x=1 -o a=1", "-o a=1"),
-    ],
-)
-def test_words_of_others_stay(words: str, left: str) -> None:
-    assert list(_without_ours(words.split(), ["device"])) == left.split()
 
 
 def test_the_entry_point_imports_next_to_nothing() -> None:

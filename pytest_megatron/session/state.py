@@ -264,75 +264,27 @@ class RunSession:
         return chosen.resolve()
 
 
-_MOSTLY_BROKEN = "more than half of the run failed for causes of the machine or the network"
-_LEAST_ENDED = 3  # before that, "more than half" says nothing about the machine
-
-
 class RetryBudget:
-    """Further attempts that a process has taken for its items, and how many it may take."""
+    """Counts the further attempts that one process may still take for its items."""
 
     def __init__(self, of_run: int, number: int = 0, num_processes: int = 1) -> None:
         """Begin with none taken.
 
         Args:
-            of_run: How many incidents all items of the run together may be run again for. One that
-                is a machine's is one for all items under which that machine failed so.
+            of_run: Further attempts of all items of the run together.
             number: Of the process, from 0.
             num_processes: How many share what the run may have.
         """
-        self._most = of_run // num_processes + (number < of_run % num_processes)
-        own = "" if num_processes == 1 else f"{self._most} for this worker of "
+        self._left = of_run // num_processes + (number < of_run % num_processes)
+        own = "" if num_processes == 1 else f"{self._left} for this worker of "
         self._used_up = f"{own}the run's {of_run} further attempts are used up"
-        self._num_alone = 0
-        self._of_hosts: set[tuple[str, str]] = set()
-        self._broken_by: dict[str, str | None] = {}  # of the items that ended
-        self._was_said = False
 
-    def claim(self, signature: str, hosts: Sequence[str] = ()) -> str | None:
-        """Take one further attempt for an item; return why it cannot have one, or None.
-
-        Args:
-            signature: Id of what the last attempt failed of.
-            hosts: The machines that failed under it; none where it was not theirs.
-        """
-        if self._is_infrastructure:
-            return _MOSTLY_BROKEN
-        num_alone = self._num_alone + (not hosts)
-        of_hosts = self._of_hosts | {(signature, host) for host in hosts}
-        if num_alone + len(of_hosts) > self._most:
+    def claim(self) -> str | None:
+        """Take one further attempt; return why there is none, or None."""
+        if not self._left:
             return self._used_up
-        self._num_alone, self._of_hosts = num_alone, of_hosts
+        self._left -= 1
         return None
-
-    def note_end(self, node_id: str, broken_by: str | None) -> str | None:
-        """Count a workload that ended; return a text about the whole run, once, or None.
-
-        Args:
-            node_id: The workload.
-            broken_by: Id of the transient cause that it failed with to the end, or None.
-        """
-        self._broken_by[node_id] = broken_by
-        if self._was_said or not self._is_infrastructure:
-            return None
-        self._was_said = True
-        return self.infrastructure()
-
-    def infrastructure(self) -> str | None:
-        """Return the text about the run, if it was returned before, else None."""
-        known = list(filter(None, self._broken_by.values()))
-        if not self._was_said:
-            return None
-        return (
-            f"infrastructure: {len(known)} of {len(self._broken_by)} workloads failed for causes "
-            f"of the machine or the network ({', '.join(sorted(set(known)))}); nothing more is run "
-            "again"
-        )
-
-    @property
-    def _is_infrastructure(self) -> bool:
-        """Return whether the machine or the network is the matter of the run."""
-        ended = self._broken_by.values()
-        return len(ended) >= _LEAST_ENDED and 2 * sum(map(bool, ended)) > len(ended)
 
 
 _SESSION = pytest.StashKey[RunSession]()

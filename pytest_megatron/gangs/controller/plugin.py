@@ -453,7 +453,7 @@ class GangPlugin(RecordCarrier):
             self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
-        refusal = self._not_again[item] = self._run.retries.claim(cause.id)
+        refusal = self._not_again[item] = self._run.retries.claim()
         _LOG.info("%s: run again for %s: %s", item.nodeid, cause.id, refusal or "yes")
         return cause if refusal is None else None
 

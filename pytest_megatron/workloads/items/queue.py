@@ -156,7 +156,7 @@ class QueuePlugin:
         self._config = config
         self._session = session
         self._items: dict[str, WorkloadItem] = {}
-        self._begun: dict[str, tuple[WorkloadJob, ItemRetries]] = {}
+        self._begun: dict[str, WorkloadJob] = {}
         self._took_s: dict[str, float] = {}
         self._has_begun = False
         self._terminal = QueueTerminal(config, session.options.executor)
@@ -245,8 +245,8 @@ class QueuePlugin:
         """
         item = self._items[end.name]
         self._terminal.note_end(item.name)
-        begun = self._begun.pop(end.name, None)
-        item.finish = functools.partial(self._finish, end, begun)
+        job = self._begun.pop(end.name, None)
+        item.finish = functools.partial(self._finish, end, job)
         # Without a next item, pytest tears everything down: no fixture of it is a workload's.
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=nextitem)
         item.finish = None
@@ -255,7 +255,7 @@ class QueuePlugin:
         if session.shouldstop:
             raise session.Interrupted(session.shouldstop)
 
-    def _finish(self, end: WorkEnd, begun: tuple[WorkloadJob, ItemRetries] | None) -> Training:
+    def _finish(self, end: WorkEnd, job: WorkloadJob | None) -> Training:
         """Return the training of a workload, within its setup.
 
         Raises:
@@ -263,10 +263,8 @@ class QueuePlugin:
         """
         if end.error is not None:
             raise end.error
-        assert begun is not None
-        job, retries = begun
+        assert job is not None
         training = Training(job=job, attempts=end.attempts)
-        retries.note_end(training)
         self._took_s[end.name] = training.duration_s
         return training
 
@@ -288,8 +286,8 @@ class QueuePlugin:
         checked = runner.prepare(item)
         live = self._terminal.listener(item.name)
         show_findings(self._session, checked, live)
-        retries = ItemRetries(self._session, item.nodeid, live)
-        self._begun[item.nodeid] = (checked.job, retries)
+        retries = ItemRetries(self._session, live)
+        self._begun[item.nodeid] = checked.job
         return begin(checked, self._session.facts, live, retries)
 
 

@@ -526,14 +526,14 @@ def show_findings(session: RunSession, checked: CheckedJob, listener: AttemptLis
 class ItemRetries:
     """Grants further attempts of one item from the run's budget, and prints them."""
 
-    def __init__(self, session: RunSession, node_id: str, listener: AttemptListener) -> None:
+    def __init__(self, session: RunSession, listener: AttemptListener) -> None:
         self._session = session
-        self._node_id = node_id
         self._live = listener
 
     def claim(self, attempt: Attempt) -> str | None:
         """Take a further attempt from the run's budget."""
-        return self._session.retries.claim(attempt.signature or "", attempt.suspects)
+        del attempt
+        return self._session.retries.claim()
 
     def on_retry(self, attempt: Attempt, pause_s: float) -> None:
         """Print why a workload is tried again, and when."""
@@ -542,10 +542,3 @@ class ItemRetries:
         why = f"known as {attempt.signature}, which is transient"
         text = f"attempt {attempt.number}: {attempt.cause.text}; again {when}: {why}"
         self._live.on_lines([self._session.shorten(text)])
-
-    def note_end(self, training: Training) -> None:
-        """Count the item, and print a line if machine or network fail the whole run."""
-        is_broken = training.verdict is Verdict.BROKEN
-        broken_by = training.attempts[-1].signature if is_broken else None
-        if text := self._session.retries.note_end(self._node_id, broken_by):
-            self._live.on_lines([f"megatron: {text}"])

@@ -92,9 +92,6 @@ class ResultsPlugin:
         if not isinstance(record, RecordedWorkload):
             return
         self._records[report.nodeid] = record
-        if record.attempts:  # also of workers
-            broken_by = record.attempts[-1].signature if record.verdict == "broken" else None
-            self._session.retries.note_end(report.nodeid, broken_by)
         self._file.keep(report.nodeid, record)
         self._file.update()
 
@@ -108,8 +105,6 @@ class ResultsPlugin:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print a line for each workload, and the state of goldens."""
         lines = list(self._goldens.lines)
-        if self._records and (text := self._session.retries.infrastructure()):
-            lines.insert(0, f"megatron: {text}")
         if self._file.problem is not None:
             lines.append(f"run.json is not complete: {self._file.problem}")
         print_summary(terminalreporter, self._records, lines, self._session.shorten)
@@ -246,11 +241,9 @@ class TrainingPlugin(RecordCarrier):
         live = LiveTerminal(self._config, item.nodeid, note=self._session.progress_note)
         with contextlib.closing(live):
             show_findings(self._session, checked, live)
-            retries = ItemRetries(self._session, item.nodeid, live)
+            retries = ItemRetries(self._session, live)
             facts, engine = self._session.facts, engine_of(self._session)
-            training = train(checked, facts, live, retries, engine)
-            retries.note_end(training)
-            return training
+            return train(checked, facts, live, retries, engine)
 
     def _judged(self, training: Training) -> RecordedWorkload:
         """Compare what a training measured, and return the result.

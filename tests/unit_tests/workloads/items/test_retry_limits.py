@@ -118,23 +118,6 @@ def test_the_limit_of_a_run_holds_for_all_its_workers(tmp_path: Path) -> None:
     assert refusal == "0 for this worker of the run's 2 further attempts are used up"
 
 
-def test_a_run_that_mostly_fails_for_one_reason_says_infrastructure_once(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    for number in range(3):
-        project.row(f"broken_{number}", script=[NO_NAME], max_attempts=[1], write_golden=False)
-    project.row("last", script=[NO_NAME], write_golden=False)
-    run = project.run("recipes", "-o", "megatron_retry_backoff=0")
-    assert len(run.attempts("last")) == 1
-    because = "more than half of the run failed for causes of the machine or the network"
-    assert run.record("last")["not_run_again"] == because
-    lines = [x for x in run.stdout.splitlines() if x.startswith("megatron: infrastructure")]
-    known = "workloads failed for causes of the machine or the network (dns); nothing more is"
-    assert [
-        line.startswith(f"megatron: infrastructure: {n} of {n} {known}")
-        for n, line in zip((3, 4), lines, strict=True)
-    ] == [True] * 2
-
-
 def test_ctrl_c_ends_the_pause_before_another_attempt(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row("dns", script=[NO_NAME], write_golden=False)

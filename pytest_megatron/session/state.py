@@ -1,4 +1,4 @@
-"""State that every role of one pytest session shares: options, run directory, arguments, log."""
+"""State that every role of one pytest session shares: options, run directory, arguments."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ import faulthandler
 import fcntl
 import functools
 import json
-import logging
 import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from typing_extensions import override
 
 from pytest_megatron.base.project import ProjectConfig, load_config
-from pytest_megatron.features import FEATURES, ExtensionPoint
+from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.runs.environment import SessionFacts, gather_facts
 from pytest_megatron.runs.layout import (
     HISTORY_FILE,
@@ -57,7 +55,6 @@ class RunSession:
         warned: Warnings about workloads that were shown, and are not shown again.
         directory: Where pytest was started.
         stash: What features keep for the session.
-        log: Keeps what was decided.
     """
 
     def __init__(self, config: pytest.Config, options: Options) -> None:
@@ -82,8 +79,6 @@ class RunSession:
         else:
             self.run_dir = self._new_run_dir(config)
             self._typed = [str(argument) for argument in config.invocation_params.args]
-        self.log = SessionLog(self.run_dir)
-        self.log.begin()
 
     @property
     def facts(self) -> SessionFacts:
@@ -295,7 +290,6 @@ def session_of(config: pytest.Config) -> RunSession:
     if _SESSION not in config.stash:
         config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(config.stash[_SESSION].release_run_dir)
-        config.add_cleanup(config.stash[_SESSION].log.end)
     return config.stash[_SESSION]
 
 
@@ -325,57 +319,6 @@ def link_latest(run_dir: Path) -> None:
     new.unlink(missing_ok=True)
     new.symlink_to(run_dir.name)
     new.replace(run_dir.parent / "latest")
-
-
-# Features log what they decide to `pytest_megatron.<feature>`; --log-cli-level=INFO shows it.
-_LOG_FILE = "megatron.log"
-_LOGGERS = [logging.getLogger(f"pytest_megatron.{feature}") for feature in FEATURES]
-_LOG_FORMAT = logging.Formatter("%(asctime)s %(name)s: %(message)s")
-
-
-class SessionLog(logging.Filter):
-    """Writes records into the run directory once it is there; until then it keeps them.
-
-    It is a filter, and not a handler, so that pytest does not take the records for output of a
-    test where the root logger's level is higher.
-    """
-
-    def __init__(self, run_dir: Path) -> None:
-        super().__init__()
-        self._run_dir = run_dir
-        self._kept: list[str] = []
-
-    def begin(self) -> None:
-        """Keep the log records of all features from here on."""
-        for logger in _LOGGERS:
-            logger.setLevel(logging.INFO)
-            logger.addFilter(self)
-
-    def end(self) -> None:
-        """Keep no more log records."""
-        self._write()
-        for logger in _LOGGERS:
-            logger.setLevel(logging.NOTSET)
-            logger.removeFilter(self)
-
-    @override
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Keep a record; return whether the root logger's level lets it through."""
-        self._kept.append(f"{_LOG_FORMAT.format(record)}\n")
-        self._write()
-        return logging.getLogger().isEnabledFor(record.levelno)
-
-    def _write(self) -> None:
-        """Append what is kept to the log of the run."""
-        if not self._kept or not self._run_dir.is_dir():
-            return
-        # Opened for each record: ranks are forks of this process. Others report a full disk.
-        with (
-            contextlib.suppress(OSError),
-            (self._run_dir / _LOG_FILE).open("a", encoding="utf-8") as file,
-        ):
-            file.write("".join(self._kept))
-        self._kept.clear()
 
 
 _REPORTERS: ExtensionPoint[Callable[[pytest.Config, RunSession], None]] = ExtensionPoint("reporter")

@@ -59,6 +59,7 @@ REMOVED = {
     "--workload-start": "was removed, as every rank starts as it would without us; drop it",
     "megatron_changed_draw": "was removed, as --changed was; drop it",
     "megatron_changed_file": "was removed, as --changed was; drop it",
+    "megatron_keep_runs": "was removed; write pytest-megatron runs prune --keep N after a run",
     "megatron_stress_seed": "was removed, as --stress was; drop it",
 }
 

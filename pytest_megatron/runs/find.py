@@ -231,7 +231,7 @@ def kept_runs(root: Path) -> tuple[KeptRun, ...]:
     return tuple(_kept(path) for path in places if _NAME(path.name) and not path.is_symlink())
 
 
-def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tuple[Path, ...]:
+def remove_old_runs(root: Path, keep: int) -> tuple[Path, ...]:
     """Remove the runs in our own directory that have ended, but for the latest `keep`.
 
     A run that has not ended may be going on, or be taken over, and stays; it counts.
@@ -239,15 +239,13 @@ def remove_old_runs(root: Path, keep: int, *, spared: Path | None = None) -> tup
     Args:
         root: The project's.
         keep: At least 1.
-        spared: A run that stays whichever it is.
 
     Raises:
         OSError: One cannot be removed.
     """
     removed: list[Path] = []
     for run in kept_runs(root)[keep:]:
-        is_spared = spared is not None and run.directory.resolve() == spared.resolve()
-        if run.exit_code is None or is_spared:
+        if run.exit_code is None:
             continue
         # First another name: what is half removed must not be taken for a run.
         doomed = run.directory.with_name(f".removed-{run.directory.name}")

@@ -355,7 +355,7 @@ OF_ITEMS = (
     "tensor-trace",
 )
 SETTINGS = (  # rarely changed: in the ini file alone, or by `-o megatron_NAME=VALUE`
-    *("experimental-tests", "fail-flaky", "gang-start", "history", "keep-runs"),
+    *("experimental-tests", "fail-flaky", "gang-start", "history"),
     *("max-retries-per-run", "preload", "queue-timeout", "rank-grace", "retry-backoff"),
     *("script", "signatures"),
 )
@@ -515,12 +515,6 @@ class Options:
         "",
         ".pytest_megatron/history.jsonl below the project's root",
         metavar="FILE|off",
-    )
-    num_kept_runs: int | None = COUNT(
-        "keep-runs",
-        "when this run ends, remove all but the latest N runs below .pytest_megatron/runs",
-        None,
-        "all",
     )
     is_lightweight: bool = FLAG(
         "lightweight", "4 iterations, one repeat, not compared with a golden", default=False

@@ -18,7 +18,6 @@ from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.base.schema import validate
 from pytest_megatron.runs import environment as patch
 from pytest_megatron.runs.environment import kept_variables, utc_now
-from pytest_megatron.runs.find import remove_old_runs
 from pytest_megatron.runs.history import HistoryEntry, append, known_items
 from pytest_megatron.runs.layout import RUN_FILE, make_own_dir, seed_of_examples
 from pytest_megatron.runs.record import (
@@ -158,8 +157,6 @@ class RunFile(RecordCarrier):
         self._unclean: tuple[str, ...] = ()
         self._ended: str | None = None
         self._exit_code: int | None = None
-        self._removed = 0
-        self._unremoved = ""
         self.problem: str | None = None
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -219,32 +216,11 @@ class RunFile(RecordCarrier):
             except OSError as error:
                 self._unclean += (f"{junit}: {error.strerror}",)
         self._is_redacted = not self._unclean
-        self._remove_old_runs()
-
-    def _remove_old_runs(self) -> None:
-        """Remove the runs that are not to be kept; a run in a place of the user's counts for none.
-
-        This one is the latest, so it stays.
-        """
-        keep = self._session.options.num_kept_runs
-        if keep is None or not self._is_there or self._session.options.run_dir is not None:
-            return
-        try:
-            here = self._session.run_dir
-            self._removed = len(remove_old_runs(self._session.root, keep, spared=here))
-        except OSError as error:
-            self._unremoved = f"{error.filename or self._session.root}: {error.strerror}"
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Report files that may still hold secrets."""
         for text in self._unclean[:_MOST_SHOWN]:
             line = f"megatron: secrets may be left in {self._session.shorten(text)}"
-            terminalreporter.write_line(line, red=True)
-        if self._removed:
-            what = "1 older run" if self._removed == 1 else f"{self._removed} older runs"
-            terminalreporter.write_line(f"megatron: removed {what} (megatron_keep_runs)")
-        if self._unremoved:
-            line = f"megatron: megatron_keep_runs: {self._session.shorten(self._unremoved)}"
             terminalreporter.write_line(line, red=True)
 
     def _write(self) -> None:

@@ -69,11 +69,6 @@ def test_only_old_runs_that_have_ended_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == before - {MIDDLE, OLD}
 
 
-def test_a_run_that_is_spared_stays(tmp_path: Path) -> None:
-    ended_runs(tmp_path)
-    assert [p.name for p in remove_old_runs(tmp_path, 1, spared=tmp_path / RUNS / OLD)] == [MIDDLE]
-
-
 def test_a_run_file_that_cannot_be_read_is_of_a_run_that_stays(tmp_path: Path) -> None:
     ended_runs(tmp_path)
     for text in ("{", json.dumps([1]), '{"exit_code": "1"}'):

@@ -55,7 +55,6 @@ megatron_experimental_tests
 megatron_fail_flaky
 megatron_gang_start
 megatron_history
-megatron_keep_runs
 megatron_max_retries_per_run
 megatron_preload
 megatron_queue_timeout
@@ -348,20 +347,6 @@ def test_a_case_that_cannot_be_planned_is_one_clear_error(tmp_path: Path) -> Non
     where = project.config_path("data")
     assert run.stderr.startswith(f"ERROR: {where}:")
     assert ": ${NO_SUCH_DATA} is not set, expected it in ENV_VARS" in run.stderr
-
-
-def test_old_runs_go_when_a_run_ends_that_says_so(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    project.row(project.case("new"), write_golden=False)
-    first = project.run("recipes", "--lightweight", run_dir="")
-    (old,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
-    old = old.rename(old.with_name(f"2020{old.name[4:]}"))  # not of the same second
-    assert "older run" not in first.stdout
-    second = project.run("recipes", "--lightweight", "-o", "megatron_keep_runs=1", run_dir="")
-    assert "megatron: removed 1 older run (megatron_keep_runs)" in second.stdout
-    (new,) = (tmp_path / ".pytest_megatron/runs").glob("2*")
-    assert new != old
-    assert (new / "run.json").is_file()
 
 
 def test_a_program_that_is_not_there_is_an_error_of_plan_and_run(tmp_path: Path) -> None:

@@ -140,11 +140,6 @@ class RunEnd:
         """Return the report of a phase; subtests come before their call."""
         return [m for m in self.merged if m.when == when][-1]
 
-    @property
-    def internal_error(self) -> str:
-        """Traceback of an error of pytest itself in a rank, or ""."""
-        return next((r.problem for r in self.ranks if r.done is None and "\n" in r.problem), "")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRuns:

@@ -134,7 +134,6 @@ class GangPlugin(RecordCarrier):
         self._not_again: dict[pytest.Item, str | None] = {}  # why an item is not run again
         self._is_replaying = False
         self._broken: Exception | None = None
-        self._internal_error = ""
         self._limits_of_others: list[str] = []
 
     # Collection
@@ -508,19 +507,8 @@ class GangPlugin(RecordCarrier):
                 num_devices=count_gpus(spec.world_size, per_device),
             )
             put_record(report, record)
-            self._stop_if_repeated(item, end.internal_error)
             del self._open_dispatcher.ended[item]  # a rerun of it runs again
         return report
-
-    def _stop_if_repeated(self, item: pytest.Item, internal_error: str) -> None:
-        """End the session if pytest itself fails in the same way in two tests, as it would in all.
-
-        After one, the tests that follow run on a new gang: the test may have broken pytest.
-        """
-        last, self._internal_error = self._internal_error, internal_error
-        if internal_error and internal_error == last:
-            what = internal_error.rstrip().rpartition("\n")[2]
-            item.session.shouldstop = f"pytest itself failed in ranks, twice in a row: {what}"
 
     def _had_part(self, plugin: object) -> bool:
         """Return whether a plugin contributed to a report in the ranks, where it saw the phases."""

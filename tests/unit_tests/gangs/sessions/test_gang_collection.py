@@ -516,27 +516,6 @@ def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) ->
     assert "Interrupted: 1 error during collection of ranks" in run.stdout
 
 
-def test_pytest_that_fails_in_every_test_of_forked_ranks_ends_the_run(suite: Suite) -> None:
-    suite.write(
-        conftest="""
-            import os
-            import pytest
-
-            @pytest.hookimpl(wrapper=True)
-            def pytest_runtest_makereport(item):
-                if "RANK" in os.environ and item.name != "test_first":
-                    raise KeyError("of a plugin")
-                return (yield)
-        """,
-        test_many="    def test_first():\n        pass\n" + MANY,
-    )
-    run = suite.run("--ranks", "2")
-    assert run.returncode == 2, run.stdout
-    text = "pytest itself failed in ranks, twice in a row: KeyError: 'of a plugin'"
-    assert f"Interrupted: {text}" in run.stdout
-    assert run.stdout.count("Traceback (most") == 2  # once for both ranks
-
-
 def test_a_rank_that_does_not_end_collecting_fails_its_file_with_its_stack(suite: Suite) -> None:
     suite.write(
         conftest=READS_RANK,

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pytest_megatron.base.text import counted, cut_middle, without_colours
 from pytest_megatron.gangs.merge import LOGS
 from pytest_megatron.gangs.phase_report import longrepr_text, skip_reason
-from pytest_megatron.gangs.spec import GangSpec, Merged, Reason, RunEnd
+from pytest_megatron.gangs.spec import GangSpec, Merged, RunEnd
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
@@ -166,14 +166,6 @@ def _texts_of_others(failed: Iterable[Merged]) -> Iterable[str]:
 
 
 _BACKENDS = {"cuda": "NCCL", "cpu": "gloo"}
-_REPLACED = {
-    Reason.DONE: "a test that left its ranks unfit for others",
-    Reason.FAILED: "a failure after which ranks died or did not end",
-    Reason.DIED: "a death",
-    Reason.HUNG: "a hang",
-    Reason.NOT_STARTED: "a start that failed",
-    Reason.DESYNCHRONISED: "collectives that did not match",
-}
 
 
 def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
@@ -242,17 +234,3 @@ def flaky_lines(records: Mapping[str, RecordedTest]) -> list[str]:
         causes = [str(a.signature) for a in record.attempts if a.is_transient]
         lines.append(f"flaky   {node_id}  passed at rerun {len(causes)}, after {', '.join(causes)}")
     return lines
-
-
-def replaced_line(records: Iterable[RecordedTest]) -> str | None:
-    """Return the number of replaced gangs with the reasons, or None."""
-    ends: Counter[str] = Counter()
-    for record in records:
-        if not record.is_isolated:
-            ends.update(a.end for a in record.attempts if not a.is_gang_kept)
-    if not ends:
-        return None
-    words = {reason.name.lower(): text for reason, text in _REPLACED.items()}
-    parts = ", ".join(f"{count} after {words[end]}" for end, count in ends.most_common())
-    number = ends.total()
-    return f"{number} {'gang was' if number == 1 else 'gangs were'} replaced: {parts}"

@@ -19,7 +19,6 @@ from pytest_megatron.gangs.record import (
     flaky_lines,
     header_line,
     no_limit_line,
-    replaced_line,
     unused_nodes_line,
 )
 from pytest_megatron.gangs.spec import GangSpec
@@ -108,11 +107,8 @@ class GangResults:
             self._file.write()
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """List tests that passed at a rerun, and gangs that were replaced."""
+        """List tests that passed at a rerun."""
         lines = flaky_lines(self._records)
-        replaced = replaced_line(self._records.values())
-        if replaced is not None:
-            lines.append(f"megatron: {replaced}")
         if self._records and self._file.problem is not None:
             lines.append(f"run.json is not complete: {self._file.problem}")
         if lines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pytest_megatron.gangs.record import flaky_lines, header_line, plan_lines, replaced_line
+from pytest_megatron.gangs.record import flaky_lines, header_line, plan_lines
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
@@ -47,16 +47,13 @@ def test_a_plan_counts_tests_for_each_kind_of_gang() -> None:
     assert plan_lines([]) == []
 
 
-def test_the_summary_counts_replaced_gangs_by_cause() -> None:
+def test_the_summary_names_flaky_tests() -> None:
     records = [
         record("failed", attempt("died")),
         record("flaky", attempt("died", signature="gpu_lost"), attempt("done", kept=True)),
         record("failed", attempt("hung")),
         record("passed", attempt("done"), alone=True),
     ]
-    assert replaced_line(records) == "3 gangs were replaced: 2 after a death, 1 after a hang"
-    assert replaced_line(records[:1]) == "1 gang was replaced: 1 after a death"
-    assert replaced_line(records[3:]) is None
     assert flaky_lines({"a": records[0], "b": records[1]}) == [
         "flaky   b  passed at rerun 1, after gpu_lost"
     ]

@@ -17,11 +17,6 @@ _PYTESTS = re.compile(r"/(?:_pytest|pluggy)/")
 _PACKAGE = Path(__file__).parents[1]
 _PARTS = "|".join(sorted(path.stem for path in _PACKAGE.iterdir()))  # a checkout has tests as well
 _OURS = re.compile(rf"{_PYTESTS.pattern}|/{_PACKAGE.name}/(?:{_PARTS})(?:/|\.py\")")
-# Calls that start processes, or wait for those that were started.
-_PROCESSES = re.compile(
-    r"/subprocess\.py$|/multiprocessing/\w+\.py$|/torch/distributed/launcher/"
-    r"|/torch/testing/_internal/common_distributed\.py$"
-)
 _IDLE_THREAD = r"(?m)^(?:Current thread|Thread)[^\n]*\n  \.\.\.\n*"  # a thread of this package
 _CRASHED = re.compile(r"Current thread [^\n]*\n(?:  [^\n]*(?:\n|$))+")
 _MOST_LISTED = 3
@@ -40,12 +35,6 @@ def innermost_frame(stack: str) -> str | None:
     if not chosen:
         return None
     return f"{Path(chosen[0]['file']).name}:{chosen[0]['line']} in {chosen[0]['name']}"
-
-
-def waits_for_own_processes(stack: str) -> bool:
-    """Return whether the user's code itself called what starts processes or waits for their end."""
-    called = list(takewhile(_is_of_library, _called_frames(stack)))
-    return bool(called) and _PROCESSES.search(called[-1]["file"]) is not None
 
 
 def _called_frames(stack: str) -> list[re.Match[str]]:

@@ -19,7 +19,6 @@ from pytest_megatron.gangs.crash import (
     describe_flights,
     innermost_frame,
     shorten_stack,
-    waits_for_own_processes,
 )
 from pytest_megatron.gangs.ipc.messages import Done
 from pytest_megatron.gangs.phase_report import JsonObject, Outcome, PhaseReport, skip_reason
@@ -412,7 +411,6 @@ def _fail(end: RunEnd, when: str, found: Found, world_size: int) -> Merged:
     blocks.append(("ranks", describe_ranks(words, first)))
     blocks += _other_failures(failed, first, words)
     blocks += _stacks(end)
-    blocks += _own_processes(end, failed)
     blocks += _logs(end, first, struck)
     shown_rank = next(iter(found), None) if first is None else first
     shown = {rank: phase for rank, phase in found.items() if rank == shown_rank}
@@ -494,22 +492,6 @@ def _stacks(end: RunEnd) -> list[tuple[str, str]]:
     if flights and (text := describe_flights(flights)):
         blocks.append(("collectives, by NCCL's flight recorder", text))
     return blocks
-
-
-_SPAWN_FAILED = "torch.multiprocessing.spawn.Process"  # raised where one of them ends badly
-
-
-def _own_processes(end: RunEnd, failed: Found) -> list[tuple[str, str]]:
-    """Return the advice for a test that starts ranks itself: it would have to run once."""
-    starting = [
-        rank.rank
-        for rank in end.ranks
-        if waits_for_own_processes(rank.stack)
-        or (rank.rank in failed and failed[rank.rank].message.startswith(_SPAWN_FAILED))
-    ]
-    advice = "if they are ranks of its own, it has to run once: mark it @pytest.mark.controller"
-    text = f"{name_ranks(starting)}: the test started processes; {advice}"
-    return [("processes of the test", text)] if starting else []
 
 
 def _logs(

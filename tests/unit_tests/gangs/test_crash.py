@@ -3,14 +3,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import pytest_megatron
 from pytest_megatron.gangs.crash import (
     describe_flights,
     innermost_frame,
     shorten_stack,
-    waits_for_own_processes,
 )
 
 PACKAGE = Path(pytest_megatron.__file__).parent
@@ -63,35 +60,6 @@ def test_a_hang_is_never_in_our_own_code() -> None:
         assert innermost_frame("\n".join(lines)) == "distributed_c10d.py:4 in wait"
         lines[3:] = ['  File "/srv/pytest_megatron/tests/test_a.py", line 6 in test_a', pytests]
         assert innermost_frame("\n".join(lines)) == "test_a.py:6 in test_a"
-
-
-LIBRARY = "/venv/lib/python3.11"
-TORCH = f"{LIBRARY}/site-packages/torch"
-
-
-@pytest.mark.parametrize(
-    ("files", "is_found"),
-    [
-        ([f"{LIBRARY}/multiprocessing/connection.py", f"{TORCH}/multiprocessing/spawn.py"], True),
-        ([f"{LIBRARY}/selectors.py", f"{LIBRARY}/subprocess.py"], True),
-        (
-            [f"{LIBRARY}/multiprocessing/popen_fork.py", f"{LIBRARY}/multiprocessing/process.py"],
-            True,
-        ),
-        ([f"{TORCH}/distributed/elastic/agent.py", f"{TORCH}/distributed/launcher/api.py"], True),
-        # What a library starts is its own affair.
-        ([f"{LIBRARY}/multiprocessing/process.py", f"{TORCH}/utils/data/dataloader.py"], False),
-        ([f"{LIBRARY}/subprocess.py", f"{TORCH}/_inductor/codecache.py"], False),
-        ([f"{TORCH}/distributed/distributed_c10d.py"], False),
-        ([], False),
-    ],
-)
-def test_a_test_that_waits_for_its_own_processes_is_known(
-    files: list[str], *, is_found: bool
-) -> None:
-    tail = ["/srv/suite/test_own.py", f"{LIBRARY}/site-packages/_pytest/python.py"]
-    frames = [f'  File "{file}", line 1 in call' for file in (*files, *tail)]
-    assert waits_for_own_processes("\n".join(["Current thread 0x1:", *frames])) is is_found
 
 
 def test_a_stack_is_cut_where_pytest_begins() -> None:

@@ -230,27 +230,6 @@ def test_ranks_that_were_stopped_because_of_a_failure_are_told_not_blamed() -> N
     assert blocks(call)["ranks"].splitlines()[1] == "rank 1: was still in call, and was stopped"
 
 
-SPAWNS = STACK.replace(
-    '  File "/w',
-    '  File "/v/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", '
-    'line 140 in join\n  File "/w',
-)
-
-
-def test_a_test_that_starts_ranks_itself_is_told_of_the_mark() -> None:
-    title = "processes of the test"
-    hung = merge_ranks(late(0, stack=SPAWNS), late(1, stack=SPAWNS), reason=Reason.HUNG)
-    assert blocks(hung["call"])[title] == (
-        "ranks 0-1: the test started processes; if they are ranks of its own, "
-        "it has to run once: mark it @pytest.mark.controller"
-    )
-    raised = "torch.multiprocessing.spawn.ProcessRaisedException: address in use"
-    failed = merge_ranks(rank(0, failing(raised)), late(1, stack=STACK))
-    assert blocks(failed["call"])[title].startswith("rank 0: ")
-    other = merge_ranks(late(0, stack=STACK), rank(1, failing("ValueError: x")))
-    assert title not in blocks(other["call"])
-
-
 def still_set_up(number: int) -> RankResult:
     """A rank that was stopped in the last collective of its set-up."""
     return late(number, phase="setup", stack=STACK)

@@ -55,7 +55,6 @@ from pytest_megatron.gangs.record import (
     plan_lines,
     test_record,
     transient_cause,
-    why_not_again,
 )
 from pytest_megatron.gangs.spec import GangSpec, RankResult, Reason, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
@@ -449,7 +448,6 @@ class GangPlugin(RecordCarrier):
             self._run.table,
         )
         if cause is None:
-            self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
         refusal = self._not_again[item] = self._run.retries.claim()

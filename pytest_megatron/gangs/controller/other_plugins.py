@@ -212,18 +212,6 @@ def is_of_phases(plugin: object) -> bool:
     )
 
 
-def notes_on_hang(item: pytest.Item) -> Iterator[tuple[str, str]]:
-    """Return sections for the report of a test that ranks did not end together."""
-    if item.get_closest_marker("hypothesis") is not None:
-        text = (
-            "a rank on which an example fails runs it and simpler ones again; if it fails on some "
-            "ranks only, the others do not take part in these collectives. "
-            "@settings(phases=[Phase.explicit, Phase.generate]) leaves out the simpler ones; an "
-            "assertion on what is the same on all ranks fails on all of them together"
-        )
-        yield "hypothesis", text
-
-
 class Allure:
     """Makes allure's listener write one result for a test, from the merged reports."""
 

@@ -32,7 +32,6 @@ from pytest_megatron.gangs.controller.other_plugins import (
     keep_unused_snapshots,
     lines_on_limits,
     module_of,
-    notes_on_hang,
 )
 from pytest_megatron.gangs.controller.reports import (
     build_report,
@@ -56,7 +55,7 @@ from pytest_megatron.gangs.record import (
     test_record,
     transient_cause,
 )
-from pytest_megatron.gangs.spec import GangSpec, RankResult, Reason, RunEnd
+from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
 from pytest_megatron.gangs.topology import count_gpus
@@ -491,8 +490,6 @@ class GangPlugin(RecordCarrier):
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
-        if report.failed and end.reason is not Reason.DONE:
-            report.sections += notes_on_hang(item)
         if report.failed and (why := self._not_again[item]) is not None:
             report.sections.append(("not run again", why))
         add_way_back(report, self._run)

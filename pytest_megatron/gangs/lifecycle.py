@@ -148,21 +148,16 @@ _STACKS_WAIT_S = 3.0  # for an agent to send stacks; it gives ranks one second
 
 @dataclass(slots=True, kw_only=True)
 class RankState(RankResult):
-    """State of one rank, and its result of the running test.
-
-    Attributes:
-        ended_phase: The last one that was reported.
-    """
+    """State of one rank, and its result of the running test."""
 
     is_ready: bool = False
     is_closed: bool = False
     missing: dict[str, str] = field(default_factory=dict)
-    ended_phase: str = ""
 
     def reset(self) -> None:
         """Clear the state of the test that ended."""
         self.done = self.at = None
-        self.failed_phase = self.outcome = self.phase = self.ended_phase = ""
+        self.failed_phase = self.outcome = self.phase = ""
         self.problem = self.stack = self.flight = ""
         self.reports = ()
 
@@ -308,7 +303,7 @@ class Lifecycle:
 
         Args:
             run: The test.
-            limit_s: For one phase; 0 is no limit. The call may have one of its own, in `run`.
+            limit_s: For one phase; 0 is no limit.
             is_isolated: Whether nothing runs on this gang afterwards.
             now: Seconds of the clock.
         """
@@ -376,16 +371,7 @@ class Lifecycle:
     @property
     def deadline(self) -> float | None:
         """The time at which `tick` has to be called."""
-        return self._timers.deadline(self.state, self._limit_s)
-
-    @property
-    def _limit_s(self) -> float:
-        """Limit of the running phase: the call may have one of its own."""
-        run = self.queue.current
-        if run is None or run.call_limit_s is None:
-            return self.queue.limit_s
-        ended = {rank.ended_phase for rank in self._ranks}  # "" of one in its setup
-        return run.call_limit_s if "setup" in ended and "" not in ended else self.queue.limit_s
+        return self._timers.deadline(self.state, self.queue.limit_s)
 
     def tick(self, now: float) -> list[Action]:
         """Return the actions for deadlines that have passed."""
@@ -408,7 +394,7 @@ class Lifecycle:
                 limit_s = self._timers.after_failure_s
                 return self._begin_stop(kind_of_first_failure(self._ranks), limit_s, now)
             case _:
-                return self._begin_stop(Reason.HUNG, self._limit_s, now)
+                return self._begin_stop(Reason.HUNG, self.queue.limit_s, now)
 
     def handle(self, rank: int, message: Message, now: float) -> list[Action]:
         """Handle a message of a rank, or of an agent about a rank."""
@@ -440,7 +426,6 @@ class Lifecycle:
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
-                rank.ended_phase = message.when
                 if message.report is not None:
                     rank.reports += (message.report,)
                 self._note(rank, message.when, message.outcome, now)

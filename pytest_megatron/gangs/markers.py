@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,8 +31,7 @@ _LINES = (
 )
 
 _TIMEOUT_LINE = (
-    "timeout(s, func_only=False): limit for each phase of a test on a gang, or for its call alone, "
-    "in seconds; 0 is none"
+    "timeout(s, func_only=False): limit for each phase of a test on a gang, in seconds; 0 is none"
 )
 
 
@@ -128,32 +127,18 @@ def num_reruns_of(item: pytest.Item, default: int) -> int:
     return number
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseLimits:
-    """Time limits of the phases of a test, in seconds; 0 is no limit.
+def limit_of(item: pytest.Item, options: Options) -> float:
+    """Return the limit of each phase of a test, in seconds; 0 is no limit.
 
-    Attributes:
-        call_s: Limit of the call; None where all phases have the same.
-    """
-
-    phase_s: float
-    call_s: float | None = None
-
-
-def limits_of(item: pytest.Item, options: Options) -> PhaseLimits:
-    """Return the limits of a test. Fixtures have ours where pytest-timeout limits the call alone.
+    One that pytest-timeout has for the call alone does not shorten ours, as fixtures may take more.
 
     Raises:
         pytest.UsageError: A limit is no time, or `func_only` of a mark is neither true nor false.
     """
     limit = _limit_of(item, options)
-    if not limit.is_of_call:
-        return PhaseLimits(limit.seconds)
-    ours_s = options.rank_timeout_s
-    is_limited = limit.seconds and "rank-timeout" not in options.given
-    return PhaseLimits(
-        max(ours_s, limit.seconds) if ours_s and is_limited else ours_s, limit.seconds
-    )
+    if limit.is_of_call and limit.seconds and options.rank_timeout_s:
+        return max(options.rank_timeout_s, limit.seconds)
+    return 0.0 if limit.is_of_call else limit.seconds
 
 
 def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:

@@ -308,8 +308,7 @@ CASES: tuple[Case, ...] = (
             outcomes={"test_it": "failed", "test_mark_wins": "passed"},
             exit_code=1,
             prints=("rank 1 did not end in 2 s",),
-            note="Its limit is the gang's, for each phase or with `func_only` for the call; see "
-            "below.",
+            note="Its limit is the gang's, for each phase; see below.",
         )
         for version in ("2.1.0", "2.4.0")
     ),

@@ -16,7 +16,7 @@ from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gangs.lifecycle import GangState
-from pytest_megatron.gangs.markers import PhaseLimits, num_reruns_of
+from pytest_megatron.gangs.markers import num_reruns_of
 from pytest_megatron.gangs.merge import merge, merge_late
 from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
@@ -71,7 +71,7 @@ class Dispatcher:
         pool: GangPool,
         *,
         specs: Mapping[pytest.Item, GangSpec],
-        limits: Mapping[pytest.Item, PhaseLimits],
+        limits: Mapping[pytest.Item, float],
         options: Options,
         is_by_hand: bool,
     ) -> None:
@@ -81,7 +81,7 @@ class Dispatcher:
             session: One that has collected.
             pool: Gangs of the session.
             specs: Items of gangs.
-            limits: Limits of the phases of each.
+            limits: Limit of each phase of each, in seconds.
             options: Options of the session.
             is_by_hand: Whether pytest-xdist or `--sw` chooses the next test, not the schedule.
         """
@@ -313,14 +313,14 @@ class Dispatcher:
                 break
             run = self._prepare(gang, index, next_index, after)
             after = run.run
-            runs.append((run, self._limits[item].phase_s))
+            runs.append((run, self._limits[item]))
         if runs:
             supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         """Send a test to a gang, and the one after it if that can be."""
         run = self._prepare(gang, index, next_index)
-        self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]].phase_s)
+        self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]])
         self._take_ends(gang)
         if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
             self._pool.start_ahead(gang.spec)
@@ -345,7 +345,6 @@ class Dispatcher:
             shared_dir=f"{self._pool.rank_configs.shared_dir(gang.configs)}{os.sep}{self._num_runs}",
             is_last_if_failed=bool(maxfail) and item.session.testsfailed + 1 >= maxfail,
             after=after,
-            call_limit_s=self._limits[item].call_s,
         )
 
     def _sweep(self) -> None:

@@ -42,8 +42,7 @@ from pytest_megatron.gangs.controller.reports import (
 from pytest_megatron.gangs.controller.results import add_way_back
 from pytest_megatron.gangs.controller.testmon import add_lines, recorded_by_ranks
 from pytest_megatron.gangs.markers import (
-    PhaseLimits,
-    limits_of,
+    limit_of,
     num_reruns_of,
     spec_of,
 )
@@ -123,7 +122,7 @@ class GangPlugin(RecordCarrier):
         self._run = run
         self._options: Options = run.options
         self._specs: dict[pytest.Item, GangSpec] = {}
-        self._limits: dict[pytest.Item, PhaseLimits] = {}
+        self._limits: dict[pytest.Item, float] = {}
         self._pool: GangPool | None = None
         self._dispatcher: Dispatcher | None = None
         self._current: pytest.Item | None = None
@@ -144,7 +143,7 @@ class GangPlugin(RecordCarrier):
             spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
                 continue
-            self._limits[item] = limits_of(item, self._options)
+            self._limits[item] = limit_of(item, self._options)
             if spec.device == "cuda" and spec.world_size > room * self._options.num_nodes:
                 num_gpus = count_gpus(spec.world_size, self._options.ranks_per_gpu)
                 reason = f"needs {num_gpus} GPUs, this host has {len(this_host().gpus)}"

@@ -271,8 +271,6 @@ class Run:
         is_last_if_failed: Whether a failure ends the session, so that everything is torn down.
         after: The execution that has to pass on all ranks first, else this one is dropped; 0
             for one that starts at once.
-        call_limit_s: Limit of the call, if it is not that of setup and teardown; each phase
-            that ends is then reported. 0 is no limit.
     """
 
     run: int
@@ -283,7 +281,6 @@ class Run:
     shared_dir: str
     is_last_if_failed: bool
     after: int = 0
-    call_limit_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

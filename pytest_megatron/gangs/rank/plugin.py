@@ -295,9 +295,8 @@ class RankPlugin:
         is_failed = report.when == "call" and self._has_failed_subtest
         is_passed = report.outcome == "passed" and not is_failed
         self._is_clean = self._is_clean and is_passed
-        is_timed = run.call_limit_s is not None
         self._reports += [found] if report.outcome == "passed" else []
-        if not is_passed or is_timed or report.duration > _SLOW_S:
+        if not is_passed or report.duration > _SLOW_S:
             self._channel.send(
                 PhaseEnded(
                     run=run.run,

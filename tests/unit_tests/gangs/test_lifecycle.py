@@ -154,32 +154,6 @@ def test_each_phase_has_the_limit_of_its_own() -> None:
     assert gang.deadline == 50.0 + LIMIT_S
 
 
-def test_a_call_may_have_a_limit_of_its_own() -> None:
-    """It counts once no rank is in its setup any more, and not in the teardown."""
-    gang = new_gang()
-    gang.assign(replace(run_of(), call_limit_s=2.0), limit_s=LIMIT_S, is_isolated=False, now=0.0)
-    assert gang.deadline == LIMIT_S
-    for rank in range(SIZE - 1):
-        gang.handle(rank, failed("setup", "passed"), 10.0)
-    assert gang.deadline == 10.0 + LIMIT_S
-    gang.handle(SIZE - 1, failed("setup", "passed"), 50.0)
-    assert gang.deadline == 52.0
-    for rank in range(SIZE - 1):
-        gang.handle(rank, failed("call", "passed"), 51.0)
-    assert gang.deadline == 53.0
-    assert gang.tick(53.0) == [AskForStacks(ranks=tuple(range(SIZE)))]
-    assert the_end([*gang.handle(0, stacks(SIZE - 1), 53.0)]).limit_s == 2.0
-
-
-def test_a_teardown_has_not_the_limit_of_the_call() -> None:
-    gang = new_gang()
-    gang.assign(replace(run_of(), call_limit_s=2.0), limit_s=LIMIT_S, is_isolated=False, now=0.0)
-    for rank in range(SIZE):
-        gang.handle(rank, failed("setup", "passed"), 10.0)
-        gang.handle(rank, failed("call", "passed"), 11.0)
-    assert gang.deadline == 11.0 + LIMIT_S
-
-
 def test_stacks_that_never_come_do_not_keep_a_hang() -> None:
     gang = busy_gang()
     gang.tick(LIMIT_S)

@@ -174,30 +174,22 @@ FUNC_ONLY = """
     {mark}
     def test_slow_fixtures(slow): pass
 
-    {mark}
-    def test_hangs(slow, rank):
-        if rank == 1:
-            wait(60)
-
     @pytest.mark.timeout(1, func_only=False)
     def test_slow_phases(slow): pass
     """
 
 
 @pytest.mark.parametrize("how", ["mark", "ini"])
-def test_a_limit_of_the_call_alone(tmp_path: Path, how: str) -> None:
+def test_a_limit_of_the_call_alone_does_not_shorten_that_of_fixtures(
+    tmp_path: Path, how: str
+) -> None:
     mark = "@pytest.mark.timeout(1, func_only=True)" if how == "mark" else ""
     ini = "timeout = 1\ntimeout_func_only = true\n" if how == "ini" else ""
     suite = Suite(tmp_path).write(
         **{"test_slow": FUNC_ONLY.format(mark=mark), "pytest.ini": f"[pytest]\n{ini}"}
     )
     run = suite.run("-v", "--ranks=2", "-omegatron_rank_grace=1")
-    assert run.words == {
-        "test_slow_fixtures": "PASSED",
-        "test_hangs": "FAILED",
-        "test_slow_phases": "ERROR",
-    }
-    assert "rank 1 did not end in 1 s" in run.stdout
+    assert run.words == {"test_slow_fixtures": "PASSED", "test_slow_phases": "ERROR"}
 
 
 @pytest.mark.parametrize("how", ["--session-timeout=1", "ini"])

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import nearest
+from pytest_megatron.base.text import one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlError, read_document
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.case import CASES, case_path, golden_name
@@ -28,9 +28,10 @@ from pytest_megatron.workloads.recipe.driver_script import (
     CODE,
     OWN,
     DriverCall,
+    OnlyBashError,
     ScriptError,
 )
-from pytest_megatron.workloads.recipe.model import OfDriver, RowError, Workload, fill_in
+from pytest_megatron.workloads.recipe.model import OfDriver, Workload, fill_in
 
 _DEMANDED = (
     *("TRAINING_SCRIPT_PATH", "TRAINING_PARAMS_PATH", "GOLDEN_VALUES_PATH", "OUTPUT_PATH"),
@@ -71,10 +72,21 @@ def native_rows(
         root: The checkout.
 
     Raises:
-        RecipeError: A script is wrong, or a case in what the driver reads of it; names its line.
+        RecipeError: A script is wrong; names its line.
     """
     calls: dict[str, DriverCall] = {}
     read = functools.cache(read_document)
+
+    def native(row: Workload) -> Workload:
+        """Return one row; as it is, with the reason, if only bash can run its script."""
+        try:
+            return _Native(row, env, root, calls, read).row()
+        except ScriptError as error:
+            text, line = _MARK.sub(r"{\1}", error.text), _file_line(row, error.line, read)
+            if isinstance(error, OnlyBashError):
+                return run_by_bash(row, env, f"line {line}: {text}")
+            raise RecipeError(f"{row.file}:{line}", text) from None
+
     for file in {row.file: None for row in rows if row.calls_driver}:
         above, is_found, _ = file.read_bytes().partition(b"\r")
         if is_found:
@@ -83,9 +95,16 @@ def native_rows(
                 "the line ends as on Windows, expected a line feed alone, as bash does; convert "
                 "the file with dos2unix",
             )
-    return tuple(
-        _Native(row, env, root, calls, read).row() if row.calls_driver else row for row in rows
-    )
+    return tuple(native(row) if row.calls_driver else row for row in rows)
+
+
+def _file_line(row: Workload, line: int, read: Callable[[Path], YamlDocument]) -> int:
+    """Return the line of the file that a line of the script, from 0, stands on."""
+    document = read(row.file)
+    spec = document.value.get("spec")
+    is_shared = isinstance(spec, dict) and spec.get("script") == row.script
+    begin = document.line_of(("spec", "script")) if is_shared else row.line
+    return begin + (line + 1 if "\n" in str(row.script).strip() else 0)
 
 
 def require_yq(where: str) -> None:
@@ -147,42 +166,33 @@ class _Native:
         self._case = case_path(root, row)
         self._read = read
         assert row.script is not None
-        try:
-            if row.script not in calls:
-                # Where a script names the checkout itself, that is the one it expects.
-                text = with_paths(
-                    fill_in(row.script, _PlaceholderMarks()), {str(root.absolute()): CODE}
-                )
-                calls[row.script] = DriverCall(text, env)
-        except ScriptError as error:
-            raise self._error(error.line, str(error)) from None
-        except RowError as error:
-            raise self._error(0, str(error)) from None
+        row.render(row.script, **dict.fromkeys(_OURS, ""), name=row.name)  # a placeholder may lack
+        if row.script not in calls:
+            # Where a script names the checkout itself, that is the one it expects.
+            text = with_paths(
+                fill_in(row.script, _PlaceholderMarks()), {str(root.absolute()): CODE}
+            )
+            calls[row.script] = DriverCall(text, env)
         self._call = calls[row.script]
 
     def row(self) -> Workload:
-        """Return the row; as it is, with the reason, if only bash can run its script.
+        """Return the row.
 
         Raises:
-            RecipeError: The script is wrong; names its line.
+            OnlyBashError: A plan cannot do what the driver would.
+            ScriptError: The script is wrong.
         """
-        assert self._row.script is not None
-        for mark in _MARK.finditer(text := fill_in(self._row.script, _PlaceholderMarks())):
-            self._value_of(mark, text.count("\n", 0, mark.start()))
-        if self._call.unknown is not None:
-            return self._by_bash(*self._call.unknown)
         arguments = {k: (line, self._filled(v)) for k, (line, v) in self._call.arguments.items()}
         exported = {k: (line, self._filled(v)) for k, (line, v) in self._call.env.items()}
         known = {name: value for name, value in exported.items() if name in _KNOWN} | arguments
-        further = self._further(arguments)
+        # What only the case reads.
+        others = {n: v for n, v in {**exported, **arguments}.items() if n not in _KNOWN}
+        self._refuse_unread(arguments)
         for key in _DEMANDED:
             if not known.get(key, (0, ""))[1]:
                 line = max((line for line, _ in arguments.values()), default=0)
-                raise self._error(
-                    line, f"no {key} is given to the driver, which demands it; add it"
-                )
-        if (problem := self._find_other(known, {**exported, **further})) is not None:
-            return self._by_bash(*problem)
+                raise OnlyBashError(line, f"no {key} is given to the driver, which demands it")
+        self._refuse_other(known, others)
         values = {key: value for key, (_, value) in known.items()}
         row = replace(
             self._row,
@@ -196,22 +206,31 @@ class _Native:
             gpus=self._ranks(known),
             n_repeat=self._repeats(known),
         )
-        env = {n: self._here(v) for n, (_, v) in {**exported, **further}.items() if n not in _KNOWN}
         return replace(
             row,
             of_driver=OfDriver(
                 written=self._row,
-                env=env,
+                env={name: self._here(value) for name, (_, value) in others.items()},
                 unset=tuple(sorted(self._call.unset)),
                 directory=f"{self._call.directory}/".removeprefix(f"{CODE}/").rstrip("/"),
                 is_lightweight=values.get(_LIGHTWEIGHT) == "true",
             ),
         )
 
-    def _find_other(
+    def _refuse_unread(self, arguments: Mapping[str, tuple[int, str]]) -> None:
+        """Refuse an argument that neither the driver nor the case reads."""
+        text = self._case.read_text(errors="replace") if self._case.is_file() else ""
+        for key, (line, _) in arguments.items():
+            if key not in _KNOWN and not re.search(rf"\$\{{?{key}\b", text):
+                expected = (
+                    f"expected {one_of(key, _KNOWN)}, or one that {self._case.name} refers to"
+                )
+                raise ScriptError(line, f"unknown key {key!r}, {expected}")
+
+    def _refuse_other(
         self, known: Mapping[str, tuple[int, str]], others: Mapping[str, tuple[int, str]]
-    ) -> tuple[int, str] | None:
-        """Return the line and text of what the driver would do and a plan does not."""
+    ) -> None:
+        """Refuse what the driver would do and a plan does not."""
         row = self._row
         case = CASES / row.model / row.test_case
         places = {
@@ -221,29 +240,14 @@ class _Native:
         for key, expected in places.items():
             line, value = known[key]
             if self._inside(key, line, value) != expected.as_posix():
-                return line, f"{key} is {value}, expected {expected}"
+                raise OnlyBashError(line, f"{key} is {value}, expected {expected}")
         for key in (_RECORD, "CHECKPOINT_LOAD_PATH", "DATA_PATH"):
             line, value = known.get(key, (0, ""))
             if value == "true" if key == _RECORD else self._is_own(value):
-                return line, f"{key} is {value}"
+                raise OnlyBashError(line, f"{key} is {value}")
         for name, (line, value) in others.items():
-            if _OF_LAUNCHERS(name) or (name not in _KNOWN and self._is_own(value)):
-                return line, f"{name} is {value}"
-        return None
-
-    def _further(self, arguments: Mapping[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
-        """Return the arguments that only the case reads.
-
-        Raises:
-            RecipeError: Nobody reads one.
-        """
-        found = {key: value for key, value in arguments.items() if key not in _KNOWN}
-        text, name = self._case_text(), self._case.name
-        for key, (line, _) in found.items():
-            if not re.search(rf"\$\{{?{key}\b", text):
-                expected = f"expected one of {', '.join(_KNOWN)}, or one that {name} refers to"
-                raise self._error(line, f"unknown key {key!r}, {expected}{nearest(key, _KNOWN)}")
-        return found
+            if _OF_LAUNCHERS(name) or self._is_own(value):
+                raise OnlyBashError(line, f"{name} is {value}")
 
     def _program(self, line: int, value: str) -> str:
         """Return the program, which counts from the directory of the call."""
@@ -256,44 +260,30 @@ class _Native:
         return f"{file}{blank}{rest}"
 
     def _inside(self, key: str, line: int, value: str) -> str:
-        """Return a path relative to the checkout.
-
-        Raises:
-            RecipeError: It is outside.
-        """
+        """Return a path relative to the checkout."""
         path = posixpath.normpath(posixpath.join(self._call.directory, value))
         if not path.startswith(f"{CODE}/"):
-            raise self._error(
-                line, f"{key} is {value!r}, expected a path in the checkout; change it"
-            )
+            problem = f"{key} is {value!r}, expected a path in the checkout; change it"
+            raise ScriptError(line, problem)
         return path.removeprefix(f"{CODE}/")
 
     def _ranks(self, known: Mapping[str, tuple[int, str]]) -> int:
         """Return the ranks of a node: as many as the driver would start."""
         line, text = known.get(_RANKS, (0, self._env.get(_RANKS, "") or _DEFAULT_RANKS))
-        if not text.isdecimal() or not int(text):
-            raise self._error(line, f"{_RANKS} is {text!r}, expected a number of ranks from 1 on")
-        return int(text)
+        return _number(_RANKS, line, text)
 
     def _repeats(self, known: Mapping[str, tuple[int, str]]) -> int | None:
         """Return how often it trains: as the case says, else the script, else the row."""
-        (line, text), where = known.get(_REPEATS, (0, "")), ""
-        if _REPEATS in self._case_text():
+        line, text = known.get(_REPEATS, (0, ""))
+        if self._case.is_file() and _REPEATS in self._case.read_text(errors="replace"):
             with contextlib.suppress(YamlError):  # the plan says why it cannot be read
                 case = self._read(self._case)
                 env = case.value.get("ENV_VARS")
                 if isinstance(env, dict) and env.get(_REPEATS) not in (None, False):
-                    path = ("ENV_VARS", _REPEATS)
-                    text, where = case.text_of(path) or "a container", case.where(path)
+                    text = case.text_of(("ENV_VARS", _REPEATS)) or "a container"
         if text in ("", "{n_repeat}"):
             return self._row.n_repeat
-        if not text.isdecimal() or not int(text):
-            problem = f"{_REPEATS} is {text!r}, expected a number of repeats from 1 on"
-            raise RecipeError(where, problem) if where else self._error(line, problem)
-        return int(text)
-
-    def _case_text(self) -> str:
-        return self._case.read_text(errors="replace") if self._case.is_file() else ""
+        return _number(_REPEATS, line, text)
 
     def _cache(self, path: str) -> str | None:
         """Return the cache of data; None for one that each attempt has of its own."""
@@ -311,43 +301,17 @@ class _Native:
         return with_paths(value, container_paths(self._env))
 
     def _filled(self, text: str) -> str:
-        """Return a text with the row's values in place of marks."""
-        return _MARK.sub(self._value_of, text)
-
-    def _value_of(self, mark: re.Match[str], line: int = 0) -> str:
-        """Return the value of a placeholder; that of one of ours stays open."""
-        name = mark[1]
-        if name in _OURS:
-            return f"{{{name}}}"
-        if name != "name" and name not in self._row.spec:
-            problem = f"the script uses {{{name}}}, which the row does not have"
-            raise self._error(line, f"{problem}; add the key, or double the braces")
-        return self._row.name if name == "name" else str(self._row.spec[name])
-
-    def _by_bash(self, line: int, text: str) -> Workload:
-        """Return the row with the reason why bash runs it."""
-        why = f"line {self._file_line(line)}: {_MARK.sub(_shown, text)}"
-        return run_by_bash(self._row, self._env, why)
-
-    def _error(self, line: int, problem: str) -> RecipeError:
-        text = _MARK.sub(_shown, problem)
-        return RecipeError(f"{self._row.file}:{self._file_line(line)}", text)
-
-    def _file_line(self, line: int) -> int:
-        """Return the line of the file that a line of the script, from 0, stands on."""
-        try:
-            document = self._read(self._row.file)
-        except YamlError:
-            return self._row.line
-        at = document.line_of(("spec", "script"))
-        spec = document.value.get("spec")
-        is_shared = isinstance(spec, dict) and spec.get("script") == self._row.script
-        begin = at if is_shared else self._row.line
-        return begin + (line + 1 if "\n" in str(self._row.script).strip() else 0)
+        """Return a text with the row's values in place of marks; those of ours stay open."""
+        values = {**self._row.spec, "name": self._row.name}
+        values |= {name: f"{{{name}}}" for name in _OURS}
+        return _MARK.sub(lambda mark: str(values[mark[1]]), text)
 
 
-def _shown(match: re.Match[str]) -> str:
-    return f"{{{match[1]}}}"
+def _number(key: str, line: int, text: str) -> int:
+    """Return a number from 1 on."""
+    if not text.isdecimal() or not int(text):
+        raise OnlyBashError(line, f"{key} is {text!r}, expected a number from 1 on")
+    return int(text)
 
 
 def container_paths(env: Mapping[str, str]) -> dict[str, str]:

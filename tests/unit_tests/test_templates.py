@@ -180,7 +180,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
     },
     "goldens.md": {
         "headline": EVIL,
-        "reason": EVIL,
         "columns": tuple("tuvwxyz"),
         "rows": [(EVIL, {"metric": EVIL, "is_outside": True}, ["1 -> 2", *"bcde"])],
         "causes": [(EVIL, EVIL)],

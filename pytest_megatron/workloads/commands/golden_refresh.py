@@ -5,7 +5,6 @@ Thin: opens runs, asks `workloads/refresh/` and prints.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,26 +13,18 @@ from pathlib import Path, PurePath
 
 import click
 
-from pytest_megatron.base.command import EXIT_FAILED, PATH, format_option, root_option
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.command import EXIT_FAILED, PATH, root_option
 from pytest_megatron.base.project import SHORT_COMMIT, ask_git
-from pytest_megatron.base.text import printable
+from pytest_megatron.base.text import plain, printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.find import find_runs
-from pytest_megatron.runs.layout import COMPARISON_FILE, OWN_DIR, PLAN_FILE, make_own_dir
+from pytest_megatron.runs.layout import COMPARISON_FILE, PLAN_FILE
 from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.workloads.golden.policy import policy_named
 from pytest_megatron.workloads.refresh.gate import Candidate
 from pytest_megatron.workloads.refresh.read import CANDIDATE, read_run
-from pytest_megatron.workloads.refresh.report import (
-    FORMS,
-    commit_message,
-    differences_json,
-    differences_text,
-    markdown,
-    refusals_text,
-)
-from pytest_megatron.workloads.refresh.write import AcceptOutcome, Terms, write_pages
+from pytest_megatron.workloads.refresh.report import differences_text
+from pytest_megatron.workloads.refresh.write import AcceptOutcome, Terms
 from pytest_megatron.workloads.refresh.write import accept as accept_candidates
 
 _WANTED = (
@@ -56,7 +47,6 @@ _SKIPPED = ("checkpoints", "data_cache", "frozen_checkpoint", "project")
 @click.option("--allow-dirty", is_flag=True, help="Also from a tree without a commit.")
 @click.option("--golden-policy", default="strict", show_default=True, metavar="NAME")
 @root_option
-@format_option(*FORMS)
 def accept(  # noqa: PLR0913 - click hands over one argument an option
     *,
     runs: tuple[Path, ...],
@@ -66,7 +56,6 @@ def accept(  # noqa: PLR0913 - click hands over one argument an option
     allow_dirty: bool,
     golden_policy: str,
     root: Path,
-    form: str,
 ) -> None:
     """Write the measured values of finished runs as goldens: all of them, or none.
 
@@ -88,7 +77,7 @@ def accept(  # noqa: PLR0913 - click hands over one argument an option
     _say_commit(candidates, root)
     for name in stopped:
         click.echo(f"{name} did not come to its end: run again what it lacks", err=True)
-    _report(outcome, _pages_directory(runs, root), terms, form=form, is_dry=is_dry)
+    _report(outcome, is_dry=is_dry)
     if stopped and not outcome.differences:
         sys.exit(EXIT_FAILED)
 
@@ -142,62 +131,20 @@ def _write(
         ) from error
 
 
-def _pages_directory(runs: Sequence[Path], root: Path) -> Path:
-    """Return the directory of page and commit message: the one run, else our own directory."""
-    if len(runs) == 1 and runs[0].is_dir():
-        return runs[0]
-    return root / OWN_DIR
-
-
-def _report(outcome: AcceptOutcome, pages: Path, terms: Terms, *, form: str, is_dry: bool) -> None:
-    """Print the outcome of a set, write its pages, and exit with 1 if it was refused."""
-    if form == "json" or outcome.differences:
-        click.echo(printable(_outcome_text(outcome, form, terms.reason)))
+def _report(outcome: AcceptOutcome, *, is_dry: bool) -> None:
+    """Print the outcome of a set, and exit with 1 if it was refused."""
+    if outcome.differences:
+        click.echo(printable(differences_text(outcome.differences)))
+    for name, refusal in outcome.refused:
+        click.echo(plain(f"refused: {name}: {refusal.line}"), err=True)
     if outcome.refused:
-        _refuse(outcome)
+        soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
+        way = "give --reason TEXT" if soft else "run these again, or name the others with --only"
+        click.echo(f"nothing was written; {way}", err=True)
+        sys.exit(EXIT_FAILED)
     if not outcome.differences:
-        click.echo("nothing to accept: no workload left a candidate", err=form == "json")
+        click.echo("nothing to accept: no workload left a candidate")
     elif is_dry:
-        click.echo(f"{len(outcome.differences)} would be written (--dry-run)", err=form == "json")
-    elif outcome.is_written:
-        _print_written(outcome, pages, terms, is_error=form == "json")
-
-
-def _outcome_text(outcome: AcceptOutcome, form: str, reason: str | None) -> str:
-    """Return the differences of all goldens in one of `FORMS`; JSON names refusals as well."""
-    if form == "json":
-        value = differences_json(outcome.differences)
-        refused: list[JsonValue] = [
-            {"item": name, "rule": r.rule.value, "is_soft": r.rule.is_soft, "text": r.text}
-            for name, r in outcome.refused
-        ]
-        value = {**value, "is_written": outcome.is_written, "refused": refused}
-        return json.dumps(value, indent=2, allow_nan=False)
-    if form == "markdown":
-        return markdown(outcome.differences, reason=reason)
-    return differences_text(outcome.differences)
-
-
-def _refuse(outcome: AcceptOutcome) -> None:
-    """Name what was refused, and exit."""
-    for line in refusals_text(outcome.refused):
-        click.echo(f"refused: {line}", err=True)
-    soft = all(refusal.rule.is_soft for _, refusal in outcome.refused)
-    way = "give --reason TEXT" if soft else "run these again, or name the others with --only"
-    click.echo(f"nothing was written; {way}", err=True)
-    sys.exit(EXIT_FAILED)
-
-
-def _print_written(outcome: AcceptOutcome, pages: Path, terms: Terms, *, is_error: bool) -> None:
-    """Print what was written, and the pages for the pull request."""
-    click.echo(f"{len(outcome.differences)} written", err=is_error)
-    try:
-        if pages.name == OWN_DIR.name:
-            make_own_dir(pages.parent)
-        page, message = write_pages(pages, outcome, terms.reason)
-    except OSError as error:
-        click.echo(f"no page: {error.filename or pages}: {error.strerror}", err=True)
-        return
-    click.echo(f"for the pull request: {page}", err=is_error)
-    click.echo(f"for the commit: git add golden_values && git commit -F {message}\n", err=is_error)
-    click.echo(commit_message(outcome.differences, reason=terms.reason), nl=False, err=is_error)
+        click.echo(f"{len(outcome.differences)} would be written (--dry-run)")
+    else:
+        click.echo(f"{len(outcome.differences)} written")

@@ -39,14 +39,13 @@ from pytest_megatron.workloads.refresh.gate import (
     hard,
 )
 from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
-from pytest_megatron.workloads.refresh.report import commit_message, markdown
+from pytest_megatron.workloads.refresh.report import differences_text
 from pytest_megatron.workloads.refresh.write import (
     AcceptOutcome,
     Terms,
     accept,
     consider,
     consider_early,
-    write_pages,
 )
 from pytest_megatron.workloads.verdict.compare import check_golden_kind
 from pytest_megatron.workloads.verdict.job import (
@@ -58,7 +57,7 @@ from pytest_megatron.workloads.verdict.job import (
 
 _LOG = logging.getLogger("pytest_megatron.workloads")
 
-_MOST_LINES = 60  # of the page in the terminal
+_MOST_LINES = 60  # of the table in the terminal
 
 
 class GoldenWriter:
@@ -278,7 +277,7 @@ class GoldenWriter:
     def refusal(self, node_id: str, record: RecordedWorkload, directory: Path) -> str | None:
         """Return why the gate keeps a workload's candidate from becoming a golden, or None."""
         candidate = read_candidate(node_id, record, directory, self._root, self.policy)
-        refusals = consider(candidate, self._root, self._terms).refusals
+        _, refusals = consider(candidate, self._root, self._terms)
         if not refusals:
             return None
         lines = [refusal.line for refusal in refusals]
@@ -296,10 +295,11 @@ class GoldenWriter:
         try:
             directory = Path(str(record.directory))
             candidate = read_candidate(node_id, record, directory, self._root, self.policy)
-            offer = consider(candidate, self._root, replace(self._terms, is_dirty_allowed=True))
+            terms = replace(self._terms, is_dirty_allowed=True)
+            _, refusals = consider(candidate, self._root, terms)
         except (OSError, MegatronError):
             return True  # its reason is printed there
-        return all(refusal.rule is GateRule.REPEATS for refusal in hard(offer.refusals))
+        return all(refusal.rule is GateRule.REPEATS for refusal in hard(refusals))
 
     def finish(self, records: Mapping[str, RecordedWorkload], exit_status: int) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
@@ -341,12 +341,11 @@ class GoldenWriter:
                 for name, refusal in outcome.refused
             ]
             return False
-        self.lines += self._pages(outcome, candidates[0].directory.parent)
+        self.lines += self._report(outcome, candidates[0].directory.parent)
         return True
 
-    def _pages(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
-        """Write the page and the commit message, and return the lines to print."""
-        reason = self._terms.reason
+    def _report(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
+        """Return the lines to print of goldens that were written."""
         lines = [f"goldens: {len(outcome.differences)} written"]
         own = {os.path.relpath(path, self._root) + "/" for path in (run_dir, *run_dir.parents)}
         new = sorted(read_tree(self._root).new - tree_at_start(self._root).new - own)
@@ -355,15 +354,9 @@ class GoldenWriter:
                 f"new in the tree, and in no commit: {listed(new, MOST_NAMED)}; have git ignore "
                 "what trainings write; commit what they read, and measure again"
             )
-        try:
-            page, message = write_pages(run_dir, outcome, reason)
-        except OSError as error:
-            lines.append(f"goldens: {error.filename or run_dir}: {error.strerror}; no page")
-        else:
-            lines.append(f"for the pull request: {page}")
-            lines.append(f"for the commit: git add golden_values && git commit -F {message}")
-        shown = markdown(outcome.differences, reason=reason).splitlines()
+        shown = differences_text(outcome.differences).splitlines()
         lines += shown[:_MOST_LINES]
         if len(shown) > _MOST_LINES:
-            lines.append(f"... {len(shown) - _MOST_LINES} more lines in the page")
-        return [*lines, "", *commit_message(outcome.differences, reason=reason).splitlines()]
+            more = len(shown) - _MOST_LINES
+            lines.append(f"... {more} more lines; pytest-megatron golden diff prints all")
+        return lines

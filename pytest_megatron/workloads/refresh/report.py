@@ -1,4 +1,4 @@
-"""Changed goldens for a reviewer: one table as text, Markdown or JSON, and a commit message. Pure.
+"""Changed goldens for a reviewer: one table as text, Markdown or JSON. Pure.
 
 A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
 worst rows come first, and the rest is counted.
@@ -7,21 +7,18 @@ worst rows come first, and the rest is counted.
 from __future__ import annotations
 
 import math
-import shlex
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, plain
-from pytest_megatron.workloads.golden.model import Provenance
 from pytest_megatron.workloads.refresh.difference import (
     FileChange,
     FileDifference,
     MetricChange,
     MetricDifference,
 )
-from pytest_megatron.workloads.refresh.gate import Refusal
 
 FORMS = ("text", "json", "markdown")
 MOST_BYTES = 60_000
@@ -29,7 +26,6 @@ _COLUMNS = ("golden", "metric", "steps", "mean difference", "largest", "first st
 _WORST_FIRST = list(MetricChange)
 _LISTED = (FileChange.NEW, FileChange.WAS_UNREADABLE, FileChange.UNREADABLE, FileChange.GONE)
 _FEWEST, _MOST = 1e-4, 1e4  # shown without an exponent
-_SUBJECT_LENGTH = 60
 
 
 def differences_text(differences: Sequence[FileDifference]) -> str:
@@ -44,17 +40,11 @@ def differences_text(differences: Sequence[FileDifference]) -> str:
     return plain("\n".join(lines))
 
 
-def markdown(differences: Sequence[FileDifference], *, reason: str | None = None) -> str:
-    """Return the page for a pull request, without a final newline.
-
-    Args:
-        differences: One for each golden.
-        reason: Why they were replaced, if given.
-    """
+def markdown(differences: Sequence[FileDifference]) -> str:
+    """Return the page for a pull request, without a final newline."""
     page = render(
         "goldens.md",
         headline=_headline(differences),
-        reason=reason,
         columns=_COLUMNS,
         rows=[(path, metric, _cells(metric)[1:]) for path, metric in _rows(differences)],
         causes=_causes(differences),
@@ -75,61 +65,6 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
         for difference in differences
     ]
     return {"schema": 2, "goldens": goldens}
-
-
-def refusals_text(refusals: Sequence[tuple[str, Refusal]]) -> list[str]:
-    """Return a line for each golden that is not written: its name, the rule, the remedy."""
-    return [plain(f"{name}: {refusal.line}") for name, refusal in refusals]
-
-
-def commit_message(differences: Sequence[FileDifference], *, reason: str | None = None) -> str:
-    """Return the message that a commit of these goldens should have, with a final newline."""
-    written = [d for d in differences if d.new is not None]
-    cases = sorted({d.path.split("/")[-2] if "/" in d.path else d.path for d in written})
-    verb = "Record" if all(d.old is None for d in written) else "Refresh"
-    what = f"the golden of {cases[0]}" if len(cases) == 1 else f"goldens of {len(cases)} cases"
-    subject = f"{verb} {what}"
-    if len(subject) > _SUBJECT_LENGTH:
-        subject = f"{verb} {counted(len(written), 'golden')}"
-    lines = [subject, ""]
-    if reason:
-        lines += [reason, ""]
-    lines += [f"{name}: {value}" for name, value in _origins(written)]
-    worst = max(written, key=lambda d: d.largest, default=None)
-    if worst is not None and worst.largest and worst.state is FileChange.CHANGED:
-        metric = max(worst.metrics, key=lambda m: m.largest)
-        lines.append(
-            f"Largest relative change: {metric.largest:.1e}, {metric.metric} at step "
-            f"{metric.deviation.worst_step} of {worst.path}"
-        )
-    return plain("\n".join(lines)) + "\n"
-
-
-def _origins(written: Sequence[FileDifference]) -> Iterable[tuple[str, str]]:
-    """Yield the origins of all goldens, each value once."""
-    origins = [d.new.provenance for d in written if d.new is not None and d.new.provenance]
-    for title, values in (
-        ("Command", [_command_of(o) for o in origins if o.command]),
-        ("Measured at commit", [_commit_of(o) for o in origins]),
-        ("Image", [o.image for o in origins if o.image]),
-        ("GPU", [o.gpu for o in origins if o.gpu]),
-        ("Driver", [o.driver for o in origins if o.driver]),
-    ):
-        for value in dict.fromkeys(values):
-            yield title, value
-
-
-def _command_of(origin: Provenance) -> str:
-    """Return the command of a golden, without leave for changes that there were not."""
-    is_clean = origin.commit is not None and not origin.is_dirty
-    return shlex.join(w for w in origin.command or () if not (is_clean and w == "--allow-dirty"))
-
-
-def _commit_of(origin: Provenance) -> str:
-    """Return the commit of a golden, and whether its program is the one that the commit has."""
-    if origin.commit is None:
-        return "none"
-    return f"{origin.commit}, with uncommitted changes" if origin.is_dirty else origin.commit
 
 
 def _headline(differences: Sequence[FileDifference]) -> str:

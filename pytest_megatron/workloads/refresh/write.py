@@ -15,12 +15,12 @@ from pathlib import Path, PurePosixPath
 
 import filelock
 
-from pytest_megatron.base.files import digest_of, write_text_atomically, write_texts_together
+from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.layout import OWN_DIR, make_own_dir
 from pytest_megatron.workloads.golden.model import Golden, Provenance
 from pytest_megatron.workloads.golden.store import golden_text, read_golden
-from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
+from pytest_megatron.workloads.refresh.difference import FileDifference, differ
 from pytest_megatron.workloads.refresh.gate import (
     Candidate,
     GateRule,
@@ -30,11 +30,8 @@ from pytest_megatron.workloads.refresh.gate import (
     refusals_of,
     refuse_mass,
 )
-from pytest_megatron.workloads.refresh.report import commit_message, markdown
 
 LOCK = OWN_DIR / "goldens.lock"
-PAGE = "goldens.md"
-MESSAGE = "goldens_commit_message.txt"
 _LOCK_WAIT_S = 60.0
 
 
@@ -55,31 +52,6 @@ def locked(root: Path) -> Iterator[None]:
             str(root / LOCK),
             f"another refresh has held the goldens for {_LOCK_WAIT_S:g} s; wait for it, or end it",
         ) from error
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A candidate beside the golden that it would replace.
-
-    Attributes:
-        difference: None where the run left no values.
-        refusals: Why it may not replace it; soft ones are left out where a reason was given.
-    """
-
-    candidate: Candidate
-    old: Golden | None
-    difference: FileDifference | None
-    refusals: tuple[Refusal, ...]
-
-    @property
-    def is_taken(self) -> bool:
-        """True if the golden is this candidate already."""
-        if self.old is None or self.candidate.golden is None or self.difference is None:
-            return False
-        old, new = self.old.provenance, self.candidate.golden.provenance
-        if old is None or new is None or self.difference.state is not FileChange.UNCHANGED:
-            return False
-        return (old.run, old.date) == (new.run, new.date)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +81,20 @@ class AcceptOutcome:
     is_written: bool = False
 
 
-def consider(candidate: Candidate, root: Path, terms: Terms) -> Offer:
-    """Return a candidate beside its golden, with the reasons to refuse it."""
+def consider(
+    candidate: Candidate, root: Path, terms: Terms
+) -> tuple[FileDifference | None, tuple[Refusal, ...]]:
+    """Return how a candidate differs from its golden, and the reasons to refuse it.
+
+    There is no difference where the run left no values. Soft refusals are left out where a reason
+    was given.
+    """
     old, broken = _old_golden(root, candidate.target)
     refusals = refusals_of(candidate, old, is_dirty_allowed=terms.is_dirty_allowed)
-    refusals = _with_reason(refusals, terms)
     difference = None
     if candidate.golden is not None:
         difference = differ(str(candidate.target), old, candidate.golden, broken=broken)
-    return Offer(candidate=candidate, old=old, difference=difference, refusals=refusals)
+    return difference, _with_reason(refusals, terms)
 
 
 def consider_early(prospect: Candidate, root: Path, terms: Terms) -> tuple[Refusal, ...]:
@@ -149,18 +126,6 @@ def accept(
     return replace(outcome, is_written=True)
 
 
-def write_pages(directory: Path, outcome: AcceptOutcome, reason: str | None) -> tuple[Path, Path]:
-    """Write the page for the pull request and the commit message; return where they are.
-
-    Raises:
-        OSError: They cannot be written.
-    """
-    page, message = directory / PAGE, directory / MESSAGE
-    write_text_atomically(page, markdown(outcome.differences, reason=reason) + "\n")
-    write_text_atomically(message, commit_message(outcome.differences, reason=reason))
-    return page, message
-
-
 def _with_reason(refusals: tuple[Refusal, ...], terms: Terms) -> tuple[Refusal, ...]:
     """Return the refusals that remain if a reason was typed."""
     return hard(refusals) if terms.reason else refusals
@@ -170,18 +135,21 @@ def _take(
     candidates: Sequence[Candidate], root: Path, terms: Terms
 ) -> tuple[AcceptOutcome, dict[PurePosixPath, str]]:
     """Apply the gate to a set; return the texts to write, none if anything is refused."""
-    offers = [consider(candidate, root, terms) for candidate in candidates]
-    offers = [offer for offer in offers if not offer.is_taken]
-    refused = [(o.candidate.node_id, refusal) for o in offers for refusal in o.refusals]
+    found = [consider(candidate, root, terms) for candidate in candidates]
+    refused = [
+        (candidate.node_id, refusal)
+        for candidate, (_, refusals) in zip(candidates, found, strict=True)
+        for refusal in refusals
+    ]
     refused += _doubles(candidates)
-    differences = tuple(o.difference for o in offers if o.difference is not None)
+    differences = tuple(difference for difference, _ in found if difference is not None)
     mass = None if terms.reason else refuse_mass(differences)
     if mass is not None:
         refused.append((f"{len(differences)} goldens", mass))
     outcome = AcceptOutcome(differences=differences, refused=tuple(refused))
     if refused:
         return outcome, {}
-    return outcome, {o.candidate.target: _text_of(o, root, terms) for o in offers}
+    return outcome, {c.target: _text_of(c, terms) for c in candidates}
 
 
 def _doubles(candidates: Sequence[Candidate]) -> list[tuple[str, Refusal]]:
@@ -207,14 +175,9 @@ def _old_golden(root: Path, target: PurePosixPath) -> tuple[Golden | None, str]:
         return None, error.problem
 
 
-def _text_of(offer: Offer, root: Path, terms: Terms) -> str:
+def _text_of(candidate: Candidate, terms: Terms) -> str:
     """Return the text to write."""
-    golden = offer.candidate.golden
+    golden = candidate.golden
     assert golden is not None
-    old = root / offer.candidate.target
-    provenance = replace(
-        golden.provenance or Provenance(),
-        reason=terms.reason,
-        supersedes=digest_of(old) if old.is_file() else None,
-    )
+    provenance = replace(golden.provenance or Provenance(), reason=terms.reason)
     return golden_text(replace(golden, provenance=provenance))

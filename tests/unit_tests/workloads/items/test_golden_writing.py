@@ -6,7 +6,6 @@ Megatron-LM has no gate: its tool downloads what failed, from any run, without p
 from __future__ import annotations
 
 import json
-import shlex
 import signal
 import subprocess
 import sys
@@ -139,8 +138,7 @@ def test_record_writes_only_what_is_missing(
     now = goldens(project)
     assert {path: text for path, text in now.items() if path != new} == before
     lines = run.stdout.splitlines()
-    start = lines.index("New (1):")
-    assert lines[start + 2] == f"- `{new}`"
+    assert f"{new}: new" in lines
 
 
 def test_a_clean_refresh_writes_every_golden(refreshed: Run, project: Project) -> None:
@@ -170,36 +168,17 @@ def test_a_new_golden_says_where_it_comes_from(refreshed: Run, project: Project)
     assert (provenance.world_size, provenance.policy) == (2, "strict")
     assert provenance.directions == {"lm loss": "lower_is_better", "num-zeros": "either"}
     assert provenance.run == refreshed.directory.name
-    assert provenance.supersedes is not None
     assert provenance.config_hash is not None
 
 
-def test_a_refresh_prints_and_keeps_a_table_for_the_pull_request(
-    refreshed: Run, project: Project
-) -> None:
-    old = "golden_values/gpt/old/golden_values_dev_cpu.json"
+def test_a_refresh_prints_a_table(refreshed: Run) -> None:
     lines = refreshed.stdout.splitlines()
-    assert "goldens: 2 written" in lines
-    row = f"| `{old}` | **`lm loss`** | 10 | 0.007771 | 7.8e-02 | 3 | curve |"
-    assert row in lines
-    assert "2 goldens: 1 changed, 1 unchanged; another curve in 1." in lines
-    page = (refreshed.directory / "goldens.md").read_text().splitlines()
-    start = lines.index(page[0])
-    assert lines[start : start + len(page)] == page
-    shown = refreshed.directory.relative_to(project.root)
-    assert f"for the pull request: {shown}/goldens.md" in lines
-
-
-def test_a_refresh_proposes_a_commit_message(refreshed: Run, project: Project) -> None:
-    text = (refreshed.directory / "goldens_commit_message.txt").read_text()
-    subject, _, reason, _, command, commit_line, largest = text.splitlines()
-    assert (subject, reason) == ("Refresh goldens of 2 cases", REASON)
-    assert command.endswith(f"recipes {shlex.join(REFRESH)}")
-    assert commit_line == f"Measured at commit: {git(project, 'rev-parse', 'HEAD')}"
-    assert largest.startswith(
-        "Largest relative change: 7.8e-02, lm loss at step 3 of golden_values"
-    )
-    assert text.rstrip() in refreshed.stdout
+    start = lines.index("goldens: 2 written")
+    assert lines[start + 1] == "2 goldens: 1 changed, 1 unchanged; another curve in 1"
+    assert lines[start + 3].split() == [
+        *("golden_values/gpt/old/golden_values_dev_cpu.json", "lm", "loss"),
+        *("10", "0.007771", "7.8e-02", "3", "curve"),
+    ]
 
 
 def test_the_written_golden_passes_in_pytest_and_on_the_command_line(

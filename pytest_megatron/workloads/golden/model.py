@@ -12,9 +12,12 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
-from typing import TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
+
+from annotated_types import Ge
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.schema import FINITE, SchemaError, validate
 from pytest_megatron.errors import GoldenError, MetricsError
 
 TOKENS = "generated_tokens"
@@ -470,15 +473,9 @@ class Provenance:
         repeats: Number of runs that the spread was learned from.
         deterministic: True if the repeats agreed bit for bit.
         spread: Metric to its spread over the repeats.
-        directions: Metric to `lower_is_better`, `higher_is_better` or `either`.
-        layout: How the model was spread over the ranks, as in `tp2 pp2`.
-        policy: The one under which the repeats agreed.
         reason: The typed reason for replacing the golden although a figure got worse.
         run: The directory of the run, or the page of a CI system that shows it.
-        seed: `--seed` of the case.
-        supersedes: SHA-256 of the file that this one replaced.
         world_size: Ranks of the training.
-        extra: Keys that this version does not know, kept when the golden is written again.
     """
 
     command: tuple[str, ...] | None = None
@@ -495,15 +492,9 @@ class Provenance:
     repeats: int | None = None
     deterministic: bool | None = None
     spread: Mapping[str, Spread] = field(default_factory=dict)
-    directions: Mapping[str, str] = field(default_factory=dict)
-    layout: str | None = None
-    policy: str | None = None
     reason: str | None = None
     run: str | None = None
-    seed: int | None = None
-    supersedes: str | None = None
     world_size: int | None = None
-    extra: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -519,112 +510,52 @@ class Golden(MeasuredValues):
     provenance: Provenance | None = None
 
 
-_KINDS: Mapping[object, tuple[type[str | bool | int], str]] = {
-    "str | None": (str, "text"),
-    "bool | None": (bool, "true or false"),
-    "int | None": (int, "a count"),
-}
-# The fields of one word or number: their type, and its name in a message.
-_SIMPLE = {f.name: _KINDS[f.type] for f in fields(Provenance) if f.type in _KINDS}
+_Deviation: TypeAlias = Annotated[float, Ge(0), FINITE]
+_Spreads: TypeAlias = dict[str, _Deviation | dict[int, _Deviation]]
 
 
 def parse_provenance(value: JsonValue, where: str) -> Provenance:
-    """Return the provenance that the JSON value of `_provenance` describes.
+    """Return the provenance that the JSON value of `_provenance` describes; other keys are ignored.
 
     Raises:
         GoldenError: The value or one of the known fields has another type than it must have.
     """
     if not isinstance(value, dict):
         raise GoldenError(where, f"_provenance is {kind_of(value)}, expected an object")
-    found: dict[str, str | bool | int] = {}
-    for name, (kind, expected) in _SIMPLE.items():
-        part = value.get(name)
-        if part is not None and type(part) is not kind:
-            problem = f"_provenance: {name!r} is {kind_of(part)}, expected {expected}"
-            raise GoldenError(where, problem)
-        if isinstance(part, kind):
-            found[name] = part
-    known = {f.name for f in fields(Provenance)} - {"extra"} | AS_BLOCK.keys()
-    return Provenance(
-        command=_command(value.get("command"), where),
-        versions=_texts_by_name(value.get("versions"), "versions", where),
-        directions=_texts_by_name(value.get("directions"), "directions", where),
-        spread=_spread(value.get("spread"), where),
-        extra={key: kept for key, kept in value.items() if key not in known},
-        **found,  # type: ignore[arg-type] # by name, of the types above
+    names = {f.name for f in fields(Provenance)}
+    known: JsonValue = {n: v for n, v in value.items() if n in names - {"spread"} and v is not None}
+    spreads: JsonValue = {"spread": value.get("spread") or {}}
+    try:
+        spread = validate(dict[str, _Spreads], spreads)["spread"]
+        made = validate(Provenance, known)
+    except SchemaError as error:
+        raise GoldenError(where, f"_provenance.{error}") from error
+    return replace(
+        made,
+        spread={
+            metric: one if isinstance(one, float) else series_of({**one}, is_full_precision=True)
+            for metric, one in spread.items()
+        },
     )
 
 
 def provenance_to_json(provenance: Provenance) -> dict[str, JsonValue]:
     """Return the JSON form, keys sorted; unknown fields are left out."""
-    values: dict[str, JsonValue] = dict(provenance.extra)
-    found = {name: getattr(provenance, name) for name in _SIMPLE}
-    values |= {name: value for name, value in found.items() if value is not None}
+    values: dict[str, JsonValue] = {
+        f.name: value
+        for f in fields(provenance)
+        if (value := getattr(provenance, f.name)) is not None
+    }
     if provenance.command is not None:
         values["command"] = list(provenance.command)
-    for name, table in (("directions", provenance.directions), ("versions", provenance.versions)):
-        if table:
-            values[name] = dict(sorted(table.items()))
-    if provenance.spread:
-        values["spread"] = {
-            metric: {str(step): value for step, value in spread.items()}
-            if isinstance(spread, Series)
-            else spread
-            for metric, spread in sorted(provenance.spread.items())
-        }
-    return dict(sorted(values.items()))
-
-
-def _command(value: JsonValue, where: str) -> tuple[str, ...] | None:
-    """Return the command's words; a command given as one text is one word."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return (value,)
-    if isinstance(value, list):
-        words = tuple(word for word in value if isinstance(word, str))
-        if len(words) == len(value):
-            return words
-    raise GoldenError(where, f"_provenance: 'command' is {kind_of(value)}, expected a list of text")
-
-
-def _texts_by_name(value: JsonValue, name: str, where: str) -> dict[str, str]:
-    """Return a mapping of texts; another value is an error."""
-    if value is None:
-        return {}
-    if isinstance(value, dict):
-        texts = {key: text for key, text in value.items() if isinstance(text, str)}
-        if len(texts) == len(value):
-            return texts
-    raise GoldenError(where, f"_provenance: {name!r} is not an object of texts")
-
-
-def _spread(value: JsonValue, where: str) -> dict[str, Spread]:
-    """Return the spread of each metric over the repeats."""
-    if value is None:
-        return {}
-    if not isinstance(value, dict):
-        raise GoldenError(where, f"_provenance: 'spread' is {kind_of(value)}, expected an object")
-    return {metric: _spread_of(spread, metric, where) for metric, spread in value.items()}
-
-
-def _spread_of(value: JsonValue, metric: str, where: str) -> Spread:
-    """Return the spread of one metric."""
-    parts = value if isinstance(value, dict) else {"0": value}
-    deviations: dict[int, Value] = {
-        int(step): float(number)
-        for step, number in parts.items()
-        if step.isdecimal() and isinstance(number, int | float) and not isinstance(number, bool)
-        if 0 <= number < math.inf
+    values["versions"] = dict(sorted(provenance.versions.items()))
+    values["spread"] = {
+        metric: {str(step): value for step, value in spread.items()}
+        if isinstance(spread, Series)
+        else spread
+        for metric, spread in sorted(provenance.spread.items())
     }
-    if len(deviations) != len(parts):
-        raise GoldenError(
-            where,
-            f"_provenance: the spread of {metric!r} is neither a number from 0 up nor an object of "
-            "step to such a number",
-        )
-    spread = series_of(deviations, is_full_precision=True)
-    return spread if isinstance(value, dict) else spread.finite()[0]
+    return {name: value for name, value in sorted(values.items()) if value != {}}
 
 
 # Of no influence on what a training computes.

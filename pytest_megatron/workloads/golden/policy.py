@@ -39,7 +39,6 @@ from pytest_megatron.base.schema import (
 from pytest_megatron.base.text import nearest, one_of
 from pytest_megatron.base.yaml import YamlDocument, YamlPath, read_yaml
 from pytest_megatron.errors import GoldenError, RecipeError
-from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.model import Workload
 
 # What a training logs of its model beside the loss; judged without being asked for.
@@ -65,13 +64,6 @@ class Worse(Enum):
     HIGHER = "higher"
     LOWER = "lower"
     EITHER = "either"
-
-
-_BETTER: Mapping[Worse, str] = {
-    Worse.HIGHER: "lower_is_better",
-    Worse.LOWER: "higher_is_better",
-    Worse.EITHER: "either",
-}
 
 
 class Exact(Enum):
@@ -237,18 +229,6 @@ def kind_of(metric: str) -> LimitKind:
     """Return the kind of a metric by its name."""
     limits = limits_of(metric)
     return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
-
-
-def direction_of(metric: str) -> str:
-    """Return which direction improves a metric: `lower_is_better`, `higher_is_better` or `either`.
-
-    Losses are `lower_is_better`, although a comparison fails on either side of the golden; times,
-    throughput and memory have the direction of their limits; all others are `either`.
-    """
-    limits = DEFAULTS.get(metric)
-    if isinstance(limits, CostLimits | MemoryLimits):
-        return _BETTER[limits.worse]
-    return _BETTER[Worse.HIGHER if is_loss(metric) else Worse.EITHER]
 
 
 def tail_length(num_steps: int) -> int:

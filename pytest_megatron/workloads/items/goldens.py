@@ -261,7 +261,6 @@ class GoldenWriter:
                 facts,
                 is_dirty=bool(facts.uncommitted or changed),
                 arguments=self._session.arguments,
-                policy=self._options.golden_policy,
             )
         except GoldenError as error:
             return replace(record, problem=error.problem)

@@ -29,7 +29,6 @@ from pytest_megatron.runs.record import (
 from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.workloads.golden.build import (
     combine,
-    series_in,
     series_of_generation,
     spread_of,
 )
@@ -42,10 +41,8 @@ from pytest_megatron.workloads.golden.model import (
     Provenance,
 )
 from pytest_megatron.workloads.golden.policy import (
-    NORMS,
     ComparedWorkload,
     ComparisonPolicy,
-    direction_of,
 )
 from pytest_megatron.workloads.golden.store import (
     golden_text,
@@ -69,7 +66,6 @@ from pytest_megatron.workloads.verdict.job import CheckedJob, Training, Workload
 
 CANDIDATE = "golden_candidate.json"
 _TARGET = re.compile(r"[\w.+=-]+/[\w.+=-]+/golden_values_[\w.+-]+\.json").fullmatch
-_ROUNDING = 1e-6  # of a median of values that were written with their fewest digits
 
 
 def read_run(run_dir: Path, root: Path, policy: ComparisonPolicy) -> tuple[Candidate, ...]:
@@ -145,8 +141,8 @@ def read_candidate(
 
 
 def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) -> Iterator[str]:
-    """Yield the files that are not as the run left them."""
-    for file in files if digests else ():
+    """Yield the files that are not as the run left them, or that it noted no digest of."""
+    for file in files:
         if digests.get(file.relative_to(directory).as_posix()) != digest_of(file):
             yield f"{file}: is not what the run measured; accept the run as it was"
 
@@ -154,7 +150,7 @@ def _edited(directory: Path, files: Sequence[Path], digests: Mapping[str, str]) 
 def _with_values(found: Candidate, root: Path, policy: ComparisonPolicy) -> Candidate:
     """Return a candidate with the metrics that its repeats measured."""
     record = found.record
-    digests = None if record.golden is None else record.golden.digests
+    digests = (record.golden or RecordedGolden()).digests or {}
     clean = [attempt for attempt in record.attempts if attempt.cause is None]
     path = found.directory / CANDIDATE
     if not clean or not path.is_file():
@@ -162,7 +158,6 @@ def _with_values(found: Candidate, root: Path, policy: ComparisonPolicy) -> Cand
     problem = _wrong_attempts(found.directory, record)
     if problem is not None:
         return replace(found, damage=(problem,))
-    golden = read_golden(path)
     files = [_measured(_attempt_dir(found.directory, attempt)) for attempt in clean]
     files += [file] if (file := ItemDirs(root=found.directory).by_hand).is_file() else []
     measured = [read_metrics(file) for file in files]
@@ -170,20 +165,19 @@ def _with_values(found: Candidate, root: Path, policy: ComparisonPolicy) -> Cand
         m.metrics if m.generation is None else series_of_generation(m.generation) for m in measured
     ]
     plan = read_record(_attempt_dir(found.directory, clean[0]) / PLAN_FILE, RecordedPlan)
+    if plan.node_id != found.node_id:
+        return replace(found, damage=(f"{found.directory}: plan.json is of {plan.node_id!r}",))
     case, place = _case_of(found, root)
     found = replace(
         found,
-        golden=golden,
+        golden=read_golden(path),
         repeats=tuple(repeats),
         first_step=_first_step(plan, case),
         last_step=_last_step(plan),
         has_cross_entropy=case.mode is CaseMode.PRETRAINING,
         is_lightweight=plan.is_lightweight,
         disagreements=tuple(_disagreements(found.directory)),
-        damage=(
-            *_falsified(found, golden, repeats, plan),
-            *_edited(found.directory, [path, *files], digests or {}),
-        ),
+        damage=tuple(_edited(found.directory, [path, *files], digests)),
     )
     sides = [m.generation or m.metrics for m in measured]
     return replace(found, spread=tuple(_spread(case, sides, files, policy.at(place))))
@@ -209,44 +203,6 @@ def _spread(
         ):
             if not comparison.passed:
                 yield f"repeat {number}: {render(comparison)}"
-
-
-def _falsified(
-    found: Candidate,
-    golden: Golden,
-    repeats: Sequence[MetricMap],
-    plan: RecordedPlan,
-) -> Iterator[str]:
-    """Look for a candidate whose values the run did not measure."""
-    path = found.directory / CANDIDATE
-    if plan.node_id != found.node_id:
-        yield f"{found.directory}: plan.json is of {plan.node_id!r}"
-    if golden.generation is not None:
-        expected: MetricMap = repeats[0]
-    else:
-        expected = combine(repeats, tuple(golden.metrics))
-        for norm in NORMS:  # versions before this one did not keep them
-            if norm not in golden.metrics:
-                expected.pop(norm, None)
-    given = series_in(golden)
-    if expected.keys() != given.keys():
-        both = sorted(expected.keys() ^ given.keys())
-        yield f"{path}: is not what the run measured: {both[0]!r} is only on one side"
-        return
-    for name, series in given.items():
-        other = expected[name]
-        if series.steps != other.steps or not all(
-            _is_near(a, b) for a, b in zip(series.values, other.values, strict=True)
-        ):
-            yield f"{path}: {name!r} is not what the run measured; accept the run as it was"
-            return
-
-
-def _is_near(a: float | str, b: float | str) -> bool:
-    """Return whether two values are equal but for rounding."""
-    if isinstance(a, str) or isinstance(b, str):
-        return a == b
-    return a == b or abs(a - b) <= _ROUNDING * max(abs(a), abs(b))
 
 
 def _wrong_attempts(directory: Path, record: RecordedWorkload) -> str | None:
@@ -338,21 +294,12 @@ def _name_of(directory: str | None) -> str:
     return "none" if name in ("", "..") else name
 
 
-_SIZES = {
-    "tp": "--tensor-model-parallel-size",
-    "pp": "--pipeline-model-parallel-size",
-    "cp": "--context-parallel-size",
-    "ep": "--expert-model-parallel-size",
-}
-
-
 def make_candidate(
     training: Training,
     facts: SessionFacts,
     *,
     is_dirty: bool,
     arguments: Sequence[str],
-    policy: str,
 ) -> Path:
     """Write the values of a training, as a golden, into its run directory; return the file.
 
@@ -361,7 +308,6 @@ def make_candidate(
         facts: Where it ran.
         is_dirty: Whether it trained another program than the commit names.
         arguments: The arguments typed after `pytest`.
-        policy: The policy of the run.
 
     Raises:
         GoldenError: A value is not a finite number, so that it could be no golden.
@@ -379,7 +325,7 @@ def make_candidate(
         path=str(path),
         metrics=metrics if generation is None else {},
         generation=generation,
-        provenance=replace(provenance, command=("pytest", *arguments), policy=policy),
+        provenance=replace(provenance, command=("pytest", *arguments)),
     )
     write_text_atomically(path, golden_text(golden))
     return path
@@ -432,14 +378,12 @@ def _provenance(
     """Return where the values come from and how far the repeats differ."""
     job, first = training.job, training.clean[0]
     gpu = _gpu(job, facts)
-    seed = None if job.case is None else job.case.argument("--seed")
     if first.generation is None:
         spread = spread_of(repeats, metrics)
         compared = [name for name in job.metric_names or () if name in spread]
         is_equal = all(spread[name] == 0.0 for name in compared)
-        directions = {name: direction_of(name) for name in metrics}
     else:
-        spread, directions = {}, {}
+        spread = {}
         is_equal = all(repeat == metrics for repeat in repeats)
     return Provenance(
         commit=facts.commit,
@@ -454,16 +398,7 @@ def _provenance(
         repeats=len(repeats),
         deterministic=is_equal,
         spread=spread,
-        directions=directions,
         config_hash=job.config_hash,
         world_size=first.ends[0].plan.world_size if first.ends else None,
-        layout=None if job.case is None else _layout(job.case),
-        seed=int(seed) if seed is not None and seed.isdecimal() else None,
         run=ci_page(os.environ) or job.dirs.root.parent.name,
     )
-
-
-def _layout(case: WorkloadCase) -> str | None:
-    """Return `tp2 pp2`; None where nothing is split."""
-    parts = [f"{name}{size}" for name, key in _SIZES.items() if (size := case.argument(key))]
-    return " ".join(parts) or None

@@ -34,7 +34,7 @@ def test_a_metric_map_is_read_in_order_of_steps() -> None:
     )
     assert list(document.metrics["lm loss"].items()) == [(1, 4.5), (5, "nan"), (10, 3.0)]
     assert not document.metrics["lm loss"].is_full_precision
-    assert (document.provenance, document.notes) == (Provenance(extra={"a": 1}), ())
+    assert (document.provenance, document.notes) == (Provenance(), ())
 
 
 def test_a_list_of_values_stands_at_start_and_interval() -> None:

@@ -58,7 +58,7 @@ def test_a_golden_of_every_form_is_read(tmp_path: Path, form: str) -> None:
         "iteration-time": series_of({2: 0.5, 3: 0.25}, is_full_precision=True),
         "lm loss": series_of({1: 4.8753004, 5: 4.5, 10: 1e-30}, is_full_precision=True),
     }
-    provenance = Provenance(commit="abc", spread={"lm loss": 0.0}, extra={"later": {"a": 1}})
+    provenance = Provenance(commit="abc", spread={"lm loss": 0.0}, versions={"torch": "2"})
     path = tmp_path / "golden.json"
     write_golden(path, metrics, provenance)
     document = json.loads(path.read_text())

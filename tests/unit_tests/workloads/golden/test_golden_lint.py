@@ -209,7 +209,7 @@ def test_another_name_of_a_platform_is_read_until_its_own_is_there(tree: Tree) -
 def test_broken_provenance_is_an_error(tree: Tree) -> None:
     tree.golden(tree.ours / NAME, {"commit": 1})
     (finding,) = tree.lint()
-    assert " error golden-unreadable: _provenance: 'commit' is int '1', expected text" in finding
+    assert " error golden-unreadable: _provenance.commit: found 1, expected a string" in finding
 
 
 def test_a_golden_of_another_case_is_stale(tree: Tree) -> None:

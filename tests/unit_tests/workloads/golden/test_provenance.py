@@ -25,23 +25,22 @@ def test_a_spread_is_one_number_or_one_a_step() -> None:
     }
 
 
-def test_unknown_keys_are_kept() -> None:
-    value: dict[str, JsonValue] = {"commit": "abc", "seed": 7}
-    assert provenance_to_json(parse_provenance(value, "g")) == value
+def test_other_keys_are_ignored() -> None:
+    assert parse_provenance({"commit": "abc", "seed": 7}, "g") == Provenance(commit="abc")
 
 
 @pytest.mark.parametrize(
     ("value", "problem"),
     [
         ("x", "_provenance is str 'x', expected an object"),
-        ({"commit": 3}, "'commit' is int '3', expected text"),
-        ({"deterministic": "yes"}, "'deterministic' is str 'yes', expected true or false"),
-        ({"repeats": True}, "'repeats' is bool 'True', expected a count"),
-        ({"command": [1]}, "'command' is list '[1]', expected a list of text"),
-        ({"versions": {"torch": 2}}, "'versions' is not an object of texts"),
-        ({"spread": 3}, "'spread' is int '3', expected an object"),
-        ({"spread": {"a": -1}}, "the spread of 'a' is neither a number from 0 up nor"),
-        ({"spread": {"a": {"x": 1}}}, "the spread of 'a' is neither a number from 0 up nor"),
+        ({"commit": 3}, "_provenance.commit: found 3, expected a string"),
+        ({"deterministic": "yes"}, "deterministic: found 'yes', expected true or false"),
+        ({"repeats": True}, "repeats: found True, expected an integer"),
+        ({"command": [1]}, "command[0]: found 1, expected a string"),
+        ({"versions": {"torch": 2}}, "versions.torch: found 2, expected a string"),
+        ({"spread": 3}, "_provenance.spread: found 3, expected a mapping"),
+        ({"spread": {"a": -1}}, "spread.a: found -1, expected a number >= 0 or a mapping"),
+        ({"spread": {"a": {"x": 1}}}, "spread.a: found {'x': 1}, expected"),
     ],
     ids=str,
 )

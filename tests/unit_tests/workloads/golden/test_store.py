@@ -45,7 +45,6 @@ def test_a_golden_is_read_as_it_was_written(tmp_path: Path) -> None:
         repeats=3,
         deterministic=True,
         spread={"lm loss": 0.0, "iteration-time": series_of({1: 0.5}, is_full_precision=True)},
-        extra={"later": [1]},
     )
     write_golden(path, {"num-zeros": series_of({1: 5.0}), "lm loss": LOSS}, provenance)
     golden = read_golden(path)

@@ -165,8 +165,7 @@ def test_a_new_golden_says_where_it_comes_from(refreshed: Run, project: Project)
     assert (provenance.gpu, provenance.driver) == (None, None)
     assert provenance.date is not None
     assert "torch" in provenance.versions
-    assert (provenance.world_size, provenance.policy) == (2, "strict")
-    assert provenance.directions == {"lm loss": "lower_is_better", "num-zeros": "either"}
+    assert provenance.world_size == 2
     assert provenance.run == refreshed.directory.name
     assert provenance.config_hash is not None
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 from golden_files import write_golden
 
-from pytest_megatron.base.files import JsonValue
+from pytest_megatron.base.files import JsonValue, digest_of
 from pytest_megatron.workloads.golden.build import combine, spread_of
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance, Value, series_of
 from pytest_megatron.workloads.golden.store import golden_text, write_metrics
@@ -37,6 +37,12 @@ def curve(num_steps: int = NUM_STEPS, *, scale: float = 1.0) -> dict[int, Value]
 def metric_map(loss: Mapping[int, Value], **others: Mapping[int, Value]) -> MetricMap:
     named = {"lm loss": loss, **{k.replace("_", "-"): v for k, v in others.items()}}
     return {k: series_of(v, is_full_precision=True) for k, v in named.items()}
+
+
+def digests_of(directory: Path) -> dict[str, JsonValue]:
+    """Return the digests that a run notes of a workload's candidate and measured values."""
+    files = [*directory.rglob("golden_candidate.json"), *directory.rglob("metrics.json")]
+    return {f.relative_to(directory).as_posix(): digest_of(f) for f in files}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +106,21 @@ class Staged:
         origin = replace(origin, repeats=len(repeats), spread=spread_of(repeats, golden))
         text = golden_text(Golden(path="c", metrics=golden, provenance=origin))
         (directory / "golden_candidate.json").write_text(text)
+        others = dict(record or {})
+        golden_record = others.pop("golden", None)
         self.items[node_id] = {
             "verdict": "failed",
             "problem": "metrics disagree",
             "directory": f"/elsewhere/{directory.name}",
             "platform": "cpu",
             "attempts": listed,
-            "golden": {"target": self.target(case), "candidate": "/elsewhere/c.json"},
-            **(record or {}),
+            **others,
+            "golden": {
+                "target": self.target(case),
+                "candidate": "/elsewhere/c.json",
+                "digests": digests_of(directory),
+                **(golden_record if isinstance(golden_record, dict) else {}),
+            },
         }
         self.write()
         return directory

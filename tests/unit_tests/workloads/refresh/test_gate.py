@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from staged_run import COMMIT, NUM_STEPS, ORIGIN, Staged, curve, metric_map
+from staged_run import COMMIT, NUM_STEPS, ORIGIN, Staged, curve, digests_of, metric_map
 
-from pytest_megatron.base.files import JsonValue, digest_of
+from pytest_megatron.base.files import JsonValue
 from pytest_megatron.workloads.golden.model import MetricMap, Provenance, Value
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import read_golden
@@ -141,6 +141,9 @@ def test_a_repeat_that_needed_another_attempt_is_no_golden(staged: Staged) -> No
     second = dict(attempts[0]) if isinstance(attempts[0], dict) else {}
     attempts[0] = {**second, "exit_codes": [1], "cause": "rank 1 raised: EADDRINUSE"}
     attempts.insert(1, {**second, "attempt": 2})
+    golden = record["golden"]
+    assert isinstance(golden, dict)
+    golden["digests"] = digests_of(directory)
     staged.write()
     assert rules(staged) == ["retry"]
 
@@ -171,16 +174,15 @@ def test_a_run_whose_measured_values_were_edited_is_refused(staged: Staged) -> N
     """Candidate and repeats fit together; the run noted what it had left."""
     directory = staged.add("c", [SOUND, SOUND])
     measured = [directory / f"repeat_{n}/attempt_1/phase_1/metrics.json" for n in (1, 2)]
-    files = [directory / "golden_candidate.json", *measured]
-    digests: JsonValue = {f.relative_to(directory).as_posix(): digest_of(f) for f in files}
-    record = staged.items["recipes/r.yaml::c[dev-cpu]"]
-    assert isinstance(record, dict)
-    record["golden"] = {"target": staged.target("c"), "digests": digests}
-    staged.write()
-    for path in files:
+    for path in (directory / "golden_candidate.json", *measured):
         content = json.loads(path.read_text())
         content["lm loss"]["values"]["50"] = 3.0
         path.write_text(json.dumps(content))
+    assert rules(staged) == ["damaged-run"]
+
+
+def test_a_candidate_without_the_digests_of_its_run_is_refused(staged: Staged) -> None:
+    staged.add("c", [SOUND, SOUND], record={"golden": {"digests": None}})
     assert rules(staged) == ["damaged-run"]
 
 
@@ -289,9 +291,8 @@ def test_where_it_was_measured_must_be_where_the_golden_is_of(staged: Staged, wh
 
 def test_what_makes_a_tree_dirty_is_named(staged: Staged) -> None:
     names: list[JsonValue] = ["a.py", "plan.json", "summary/", "x", "y", "z"]
-    golden: JsonValue = {"target": staged.target("c"), "uncommitted": names}
     dirty = replace(ORIGIN, is_dirty=True)
-    staged.add("c", [SOUND, SOUND], origin=dirty, record={"golden": golden})
+    staged.add("c", [SOUND, SOUND], origin=dirty, record={"golden": {"uncommitted": names}})
     candidates = read_run(staged.run_dir, staged.root, ComparisonPolicy.STRICT)
     ((_, refusal),) = accept(candidates, staged.root, Terms(), is_dry=True).refused
     assert refusal.line == (

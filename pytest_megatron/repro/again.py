@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 import pytest
 
 from pytest_megatron.repro.choose import Chosen
-from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.runs.headline import RANKS, REPEAT
 from pytest_megatron.runs.record import OptionValue, RecordedAttempt, RecordedTest, RecordedWorkload
 from pytest_megatron.runs.redact import REDACTED
 from pytest_megatron.session.options import OF_ITEMS, OPTION_ROWS
@@ -81,16 +81,12 @@ class Wishes:
 
     Attributes:
         num_ranks: None leaves the number that it ran on.
-        phase: Phase of a workload; None runs all.
-        checkpoints: What earlier phases of it saved, as a path, or "".
         is_traced: Whether a trace of its tensors is recorded, of a workload.
         is_trusted: Whether every variable and option of the run may be used.
         words: Arguments for pytest of the user's own.
     """
 
     num_ranks: int | None = None
-    phase: int | None = None
-    checkpoints: str = ""
     is_traced: bool = False
     is_trusted: bool = False
     words: tuple[str, ...] = ()
@@ -166,8 +162,6 @@ def _options(chosen: Chosen, wishes: Wishes) -> dict[str, OptionValue]:
     options: dict[str, OptionValue] = {name: v for name, v in recorded if v is not None}
     if options.get("golden") != "off":
         options.pop("golden", None)  # nothing is written
-    if wishes.phase is not None:
-        options["golden"] = "off"
     if wishes.is_traced and options.get("tensor_trace") != "full":
         options["tensor_trace"] = "hash"
     return options
@@ -210,16 +204,12 @@ def _may_name(text: str, wishes: Wishes) -> bool:
 
 
 def _replay_env(chosen: Chosen, wishes: Wishes) -> dict[str, str]:
-    """Return the variables that choose repeat and phase."""
+    """Return the variables that choose the repeat and the number of ranks."""
     env = {}
     if isinstance(chosen.attempt, RecordedAttempt) and (chosen.attempt.repeat or 1) > 1:
         env[REPEAT] = str(chosen.attempt.repeat)
-    if wishes.phase is not None:
-        env[PHASE] = str(wishes.phase)
     if wishes.num_ranks is not None:
         env[RANKS] = str(wishes.num_ranks)
-    if wishes.checkpoints:
-        env[CHECKPOINTS] = wishes.checkpoints
     return env
 
 

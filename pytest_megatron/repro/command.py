@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from functools import partial
 from pathlib import Path, PurePath
 
 import click
@@ -40,7 +39,7 @@ from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_si
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.find import find_runs
-from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, item_dirs, make_own_dir
+from pytest_megatron.runs.layout import OWN_DIR, RUNS_DIR, make_own_dir
 from pytest_megatron.runs.record import (
     RecordedAttempt,
     RecordedItem,
@@ -243,7 +242,6 @@ class _Prepared:
 @click.argument("item", required=False)
 @click.option("--attempt", type=click.IntRange(min=1), metavar="K", help="The last by default.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
-@click.option("--phase", type=click.IntRange(min=1), metavar="N", help="Only this one.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
 @click.option("--trace", "is_traced", is_flag=True, help="Record a trace of its tensors.")
 @click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
@@ -259,7 +257,6 @@ def command(  # noqa: PLR0913 - one for each option
     item: str | None,
     attempt: int | None,
     repeat: int | None,
-    phase: int | None,
     ranks: int | None,
     is_traced: bool,
     is_print: bool,
@@ -277,7 +274,6 @@ def command(  # noqa: PLR0913 - one for each option
     """
     wishes = Wishes(
         num_ranks=ranks,
-        phase=phase,
         is_traced=is_traced,
         is_trusted=is_trusted,
         words=tuple(shlex.split(pytest_args)),
@@ -312,8 +308,7 @@ def _prepare(
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     stage = Stage(root=root, scratch=root / OWN_DIR / "repro" / name)
     make_own_dir(root)
-    is_wanted = partial(_is_wanted, with_checkpoints=(wishes.phase or 1) > 1)
-    runs = find_runs([path], stage.scratch, is_wanted, looks_up=True)
+    runs = find_runs([path], stage.scratch, _is_wanted, looks_up=True)
     records = {run.directory: read_own_run(run.directory) for run in runs}
     chosen = choose(records, item, where=str(path), attempt=attempt, repeat=repeat)
     is_own = chosen.run_dir.resolve().is_relative_to((root / RUNS_DIR).resolve())
@@ -331,7 +326,6 @@ def _prepare(
     if wishes.num_ranks is not None:
         words = [word for phase in plan.phases for word in phase.argv] if plan else []
         notes += say_fewer_ranks(typed_sizes(words), there=there, here=wishes.num_ranks)
-    wishes = _with_checkpoints(chosen, plan, wishes)
     facts = gather_facts(root)
     num_ranks = wishes.num_ranks or there
     notes += differences(chosen, plan, facts, root, num_ranks=num_ranks)
@@ -340,10 +334,9 @@ def _prepare(
     )
 
 
-def _is_wanted(name: PurePath, *, with_checkpoints: bool) -> bool:
+def _is_wanted(name: PurePath) -> bool:
     """Return whether a member of an artifact is needed to do an item again."""
-    is_saved = with_checkpoints and "checkpoints" in name.parts
-    return is_saved or (name.name in _WANTED and "project" not in name.parts)
+    return name.name in _WANTED and "project" not in name.parts
 
 
 def _plan_of(chosen: Chosen) -> RecordedPlan | None:
@@ -359,37 +352,6 @@ def _num_ranks(item: RecordedItem, plan: RecordedPlan | None) -> int:
     if isinstance(item, RecordedTest):
         return item.world_size
     return 1 if plan is None else plan.world_size or 1
-
-
-def _with_checkpoints(chosen: Chosen, plan: RecordedPlan | None, wishes: Wishes) -> Wishes:
-    """Return the wishes with the checkpoints of earlier phases, where one phase is asked for.
-
-    Raises:
-        ReproError: There is no such phase, or its checkpoints are not there or not trusted.
-    """
-    if wishes.phase is None:
-        return wishes
-    if isinstance(chosen.item, RecordedTest):
-        raise ReproError("--phase", f"{chosen.node_id} is a test, which has no phases; drop it")
-    numbers = [phase.number for phase in plan.phases] if plan is not None else []
-    if wishes.phase not in numbers:
-        said = ", ".join(map(str, numbers)) or "none"
-        raise ReproError(
-            "--phase", f"{chosen.node_id} has no phase {wishes.phase}, expected {said}"
-        )
-    if wishes.phase == 1:
-        return wishes
-    found = chosen.attempt
-    assert isinstance(found, RecordedAttempt)
-    dirs = item_dirs(chosen.run_dir, chosen.node_id)
-    saved = dirs.attempt(repeat=found.repeat or 1, attempt=found.attempt or 1).checkpoints
-    if not saved.is_dir():
-        raise ReproError(str(saved), "is not in the run; drop --phase to train from the start")
-    if not wishes.is_trusted:
-        raise ReproError(
-            str(saved), "loading a checkpoint can run what it holds; give --trust if you know it"
-        )
-    return replace(wishes, checkpoints=str(saved.absolute()))
 
 
 def _print_header(prepared: _Prepared, again: Again) -> None:

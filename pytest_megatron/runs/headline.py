@@ -63,11 +63,10 @@ def one_process_problem(node_ids: Sequence[str]) -> str:
     )
 
 
-# Variables by which `repro` asks for a part of a workload, or for another number of ranks.
+# Variables that ask for a part of a workload, or for another number of ranks.
 REPEAT = "PYTEST_MEGATRON_REPEAT"
 PHASE = "PYTEST_MEGATRON_PHASE"
 RANKS = "PYTEST_MEGATRON_RANKS"
-CHECKPOINTS = "PYTEST_MEGATRON_CHECKPOINTS"
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]+")
 _PATH = re.compile(r"(?<![\w:/])/[^\s;,:']+")
 _NUMBER = re.compile(r"\d+")

@@ -201,8 +201,8 @@ class DockerEngine(LeasingEngine):
             source, target, *options = text.split(":")
             mounts.append(Mount(source=source, target=target, is_read_only="ro" in options))
         writable = (self._context.root, self._context.run_dir)
-        read = (*(path for phase in plan.phases for path in phase.frozen_paths), plan.start_from)
-        for path in (*writable, *(path for path in read if path is not None)):
+        read = (path for phase in plan.phases for path in phase.frozen_paths)
+        for path in (*writable, *read):
             if not any(_shows(mount, path) for mount in mounts):
                 is_own = path in writable
                 mounts.append(Mount(source=str(path), target=str(path), is_read_only=not is_own))

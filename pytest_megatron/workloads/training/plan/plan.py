@@ -26,7 +26,7 @@ from pytest_megatron.errors import CaseError, LaunchError, RecipeError, TraceErr
 from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gpu.host import CPU_PLATFORM, gpu_model_of
 from pytest_megatron.process.host_name import LOOPBACK
-from pytest_megatron.runs.headline import CHECKPOINTS, PHASE, RANKS, REPEAT
+from pytest_megatron.runs.headline import PHASE, RANKS, REPEAT
 from pytest_megatron.runs.layout import FLIGHT_PREFIX, AttemptDirs, PhaseDirs
 from pytest_megatron.workloads.recipe.case import (
     CP,
@@ -413,7 +413,6 @@ class AttemptPlan:
         time_limit_s: For all phases together; of a release, for each window.
         target: When the windows of a release are enough; None for every other test type.
         script: Text to be put into the file that the only phase runs, or None.
-        start_from: Checkpoints of an earlier run that the first phase finds, or None.
     """
 
     phases: tuple[PhasePlan, ...]
@@ -423,7 +422,6 @@ class AttemptPlan:
     time_limit_s: float
     target: Target | None = None
     script: str | None = None
-    start_from: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -821,27 +819,23 @@ class Replay:
         repeat: The first repeat to run, counted from 1; the case may use it as a seed.
         phase: The only phase to run, counted from 1; None runs all.
         num_ranks: Ranks on one node, in place of the row's nodes and GPUs; None leaves those.
-        checkpoints: What earlier phases saved, copied before the first phase starts.
     """
 
     repeat: int = 1
     phase: int | None = None
     num_ranks: int | None = None
-    checkpoints: Path | None = None
 
     @classmethod
     def of(cls, env: Mapping[str, str]) -> Replay:
-        """Read what is to be replayed from the variables of `repro`.
+        """Read what is to be replayed from variables.
 
         Raises:
             LaunchError: A value is no number from 1 on.
         """
-        checkpoints = env.get(CHECKPOINTS)
         return cls(
             repeat=_number(env, REPEAT) or 1,
             phase=_number(env, PHASE),
             num_ranks=_number(env, RANKS),
-            checkpoints=Path(checkpoints) if checkpoints else None,
         )
 
     def resized(self, workload: Workload) -> Workload:
@@ -865,7 +859,7 @@ class Replay:
                 f"is {self.phase}, and {node_id} has {counted(len(plan.phases), 'phase')}; "
                 f"expected 1 to {len(plan.phases)}",
             )
-        return replace(plan, phases=chosen, target=None, start_from=self.checkpoints)
+        return replace(plan, phases=chosen, target=None)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

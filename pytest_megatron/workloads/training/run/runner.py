@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -469,8 +468,6 @@ def run_attempt(
         for directory in (plan.dirs.root, plan.dirs.checkpoints, plan.dirs.no_checkpoint):
             directory.mkdir(parents=True)
         write_json_atomically(plan.dirs.plan, description)
-        if plan.start_from is not None:
-            shutil.copytree(plan.start_from, plan.dirs.checkpoints, dirs_exist_ok=True)
     except OSError as error:
         raise _cannot_write(error, plan.dirs.root) from error
     ends: list[PhaseEnd] = []

@@ -81,13 +81,11 @@ class Wishes:
 
     Attributes:
         num_ranks: None leaves the number that it ran on.
-        is_traced: Whether a trace of its tensors is recorded, of a workload.
         is_trusted: Whether every variable and option of the run may be used.
         words: Arguments for pytest of the user's own.
     """
 
     num_ranks: int | None = None
-    is_traced: bool = False
     is_trusted: bool = False
     words: tuple[str, ...] = ()
 
@@ -156,20 +154,18 @@ def _workload_words(item: RecordedWorkload) -> list[str]:
     return words + ([f"--megatron-platform={item.platform}"] if item.platform else [])
 
 
-def _options(chosen: Chosen, wishes: Wishes) -> dict[str, OptionValue]:
-    """Return the options that an item had, and those that are wished for."""
+def _options(chosen: Chosen) -> dict[str, OptionValue]:
+    """Return the options that an item had."""
     recorded = chosen.run.options.items()
     options: dict[str, OptionValue] = {name: v for name, v in recorded if v is not None}
     if options.get("golden") != "off":
         options.pop("golden", None)  # nothing is written
-    if wishes.is_traced and options.get("tensor_trace") != "full":
-        options["tensor_trace"] = "hash"
     return options
 
 
 def _option_words(chosen: Chosen, wishes: Wishes) -> tuple[list[str], list[str]]:
     """Return the words that give options back, and those that are not given, with the reason."""
-    options = _options(chosen, wishes)
+    options = _options(chosen)
     words: list[str] = []
     left_out: list[str] = []
     for row in OPTION_ROWS.values():

@@ -243,7 +243,6 @@ class _Prepared:
 @click.option("--attempt", type=click.IntRange(min=1), metavar="K", help="The last by default.")
 @click.option("--repeat", type=click.IntRange(min=1), metavar="I", help="Of a workload, likewise.")
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="On N ranks of one node.")
-@click.option("--trace", "is_traced", is_flag=True, help="Record a trace of its tensors.")
 @click.option("--print", "is_print", is_flag=True, help="Print what would run instead.")
 @click.option(
     "--bisect-order", "is_bisect", is_flag=True, help="Find which earlier tests it takes."
@@ -258,7 +257,6 @@ def command(  # noqa: PLR0913 - one for each option
     attempt: int | None,
     repeat: int | None,
     ranks: int | None,
-    is_traced: bool,
     is_print: bool,
     is_bisect: bool,
     is_trusted: bool,
@@ -274,7 +272,6 @@ def command(  # noqa: PLR0913 - one for each option
     """
     wishes = Wishes(
         num_ranks=ranks,
-        is_traced=is_traced,
         is_trusted=is_trusted,
         words=tuple(shlex.split(pytest_args)),
     )
@@ -318,8 +315,6 @@ def _prepare(
         raise ReproError(
             str(file), "is not here; run this in the project's checkout, or give --project"
         )
-    if wishes.is_traced and isinstance(chosen.item, RecordedTest):
-        raise ReproError("--trace", f"{chosen.node_id} is a test, which has no trace; drop it")
     plan = _plan_of(chosen)
     there = _num_ranks(chosen.item, plan)
     notes = []

@@ -75,11 +75,6 @@ def test_a_workload_runs_once_and_is_judged_as_it_was(tmp_path: Path) -> None:
     assert again.env == {"PYTEST_MEGATRON_RANKS": "1"}
 
 
-def test_a_workload_is_traced_where_asked(tmp_path: Path) -> None:
-    words = made(chosen_of(tmp_path, a_row()), Wishes(is_traced=True)).argv
-    assert words[-3:] == ("--megatron-tensor-trace", "hash", ROW)
-
-
 def test_a_repeat_keeps_its_number_as_its_seed(tmp_path: Path) -> None:
     attempt: JsonValue = {"repeat": 3, "attempt": 1}
     again = made(chosen_of(tmp_path, a_row(attempts=[attempt])))
@@ -239,7 +234,7 @@ def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, Js
         "leaks": True,
         "signatures": ["a.toml", "b.toml"],
     }
-    words = made(chosen_of(tmp_path, record, options=options), Wishes(is_traced=True)).argv
+    words = made(chosen_of(tmp_path, record, options=options)).argv
     given = ["--megatron-rank-timeout", "0.5"]
     given += ["--megatron-tensor-trace", "full", "--megatron-leaks"]
     given += ["-o", "megatron_signatures=a.toml,b.toml"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import secrets
 import shlex
 import subprocess
@@ -221,7 +220,6 @@ def _split(tests: Sequence[str], num_parts: int) -> list[list[str]]:
     return [list(tests[a:b]) for a, b in itertools.pairwise(bounds)]
 
 
-_IMAGE_TAG = re.compile(r"\d\d\.\d\d").fullmatch
 _WANTED = ("plan.json", "triage.json", "comparison.json", PATCH_NAME)
 
 
@@ -362,44 +360,6 @@ def _print_header(prepared: _Prepared, again: Again) -> None:
         click.echo(printable(text))
 
 
-def _lines(prepared: _Prepared, again: Again) -> list[str]:
-    """Return the lines that run the item by hand."""
-    root, image = prepared.stage.root, prepared.chosen.run.image
-    lines = [f"cd {shlex.quote(str(root))}", again.line]
-    if image is not None:
-        item, wishes = prepared.chosen.item, prepared.wishes
-        there = _num_ranks(item, prepared.plan)
-        num_gpus = (wishes.num_ranks or there) if item.is_on_gpus else 0
-        lines.append("# in the container of the run, with docker or under Slurm:")
-        lines += [f"# {line}" for line in container_lines(image, again, num_gpus=num_gpus)]
-    return lines
-
-
-def container_lines(image: str, again: Again, *, num_gpus: int) -> list[str]:
-    """Return what runs a command in the container image that a run had, for docker and for Slurm.
-
-    The project is mounted where it lies here; variables are handed in by name and value.
-    """
-    if _IMAGE_TAG(image):
-        image = f"nvcr.io/nvidia/pytorch:{image}-py3"  # of NVIDIA_PYTORCH_VERSION
-    inside = ("python", *again.argv[1:])
-    variables = [f"{name}={value}" for name, value in sorted(again.env.items())]
-    docker = ["docker", "run", "--rm", "--ipc=host", "--ulimit", "memlock=-1"]
-    docker += ["--gpus", "all"] if num_gpus else []
-    docker += [word for pair in variables for word in ("-e", pair)]
-    srun = ["srun", "--nodes=1", "--ntasks=1", *([f"--gpus={num_gpus}"] if num_gpus else [])]
-    registry, _, rest = image.partition("/")
-    enroot = f"{registry}#{rest}" if "." in registry and rest else image
-    srun.append(f"--container-image={enroot}")
-    place = '-v "$PWD:$PWD" -w "$PWD"'
-    mounts = '--container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
-    prefix = shlex.join(["env", *variables]) + " " if variables else ""
-    return [
-        f"{shlex.join(docker)} {place} {shlex.quote(image)} {shlex.join(inside)}",
-        f"{shlex.join(srun)} {mounts} {prefix}{shlex.join(inside)}",
-    ]
-
-
 def _again(prepared: _Prepared) -> Again:
     return prepared.stage.command(prepared.chosen, prepared.wishes, prepared.chosen.before)
 
@@ -408,17 +368,14 @@ def _run_again(prepared: _Prepared) -> ReproOutcome:
     """Run the item, and compare how it ends."""
     again = _again(prepared)
     _print_header(prepared, again)
-    image = prepared.chosen.run.image
-    if image is not None and image != os.environ.get("PYTEST_MEGATRON_IMAGE"):
-        click.echo("  --print shows how to run it in that image")
     click.echo(printable(f"  {again.line}"))
     return prepared.stage.run(prepared.chosen, again, is_quiet=False)
 
 
 def _print_only(prepared: _Prepared) -> ReproOutcome:
     """Print the commands instead of running them."""
-    for line in _lines(prepared, _again(prepared)):
-        click.echo(printable(line))
+    click.echo(f"cd {shlex.quote(str(prepared.stage.root))}")
+    click.echo(printable(_again(prepared).line))
     return ReproOutcome(exit=ReproExit.PASSED, text="")
 
 

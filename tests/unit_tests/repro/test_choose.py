@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -125,8 +126,6 @@ def test_a_name_that_is_no_test_of_the_project_is_refused(tmp_path: Path, node_i
     [
         ({"commit": "HEAD; rm -rf ~"}, "commit"),
         ({"commit": "--upload-pack=x"}, "commit"),
-        ({"image": "--privileged"}, "image"),
-        ({"image": "x $(id)"}, "image"),
         ({"env": {"A=B; C": "1"}}, "env"),
         ({"patch": {"file": "../../.bashrc"}}, "patch.file"),
         ({"seeds": {"randomly_seed": 1}}, "seeds.randomly_seed"),
@@ -138,6 +137,5 @@ def test_a_record_with_a_value_that_none_has_is_refused(
     tmp_path: Path, more: dict[str, JsonValue], place: str
 ) -> None:
     run_dir = write_run(tmp_path, {TEST: a_test()}, **more)
-    with pytest.raises((ReproError, RunError)) as raised:
+    with pytest.raises(RunError, match=re.escape(f"run.json: {place}")):
         read_own_run(run_dir)
-    assert f"run.json: {place}" in str(raised.value).replace("'", "")  # repro quotes its own keys

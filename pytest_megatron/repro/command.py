@@ -34,7 +34,7 @@ from pytest_megatron.repro.choose import (
     read_own_item,
     read_own_run,
 )
-from pytest_megatron.repro.compare import differences, say_fewer_ranks, typed_sizes
+from pytest_megatron.repro.compare import differences
 from pytest_megatron.runs.environment import NAME as PATCH_NAME
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.find import find_runs
@@ -316,11 +316,13 @@ def _prepare(
     plan = _plan_of(chosen)
     there = _num_ranks(chosen.item, plan)
     notes = []
-    if wishes.num_ranks is not None:
-        words = [word for phase in plan.phases for word in phase.argv] if plan else []
-        notes += say_fewer_ranks(typed_sizes(words), there=there, here=wishes.num_ranks)
-    facts = gather_facts(root)
     num_ranks = wishes.num_ranks or there
+    if num_ranks != there:
+        notes.append(
+            f"{num_ranks} instead of {there} ranks: sums are taken in another order, so curves "
+            f"differ in their last digits"
+        )
+    facts = gather_facts(root)
     notes += differences(chosen, plan, facts, root, num_ranks=num_ranks)
     return _Prepared(
         path=path, stage=stage, chosen=chosen, plan=plan, wishes=wishes, notes=tuple(notes)

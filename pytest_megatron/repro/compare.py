@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pytest_megatron.base.project import SHORT_COMMIT, ask_git
-from pytest_megatron.errors import ReproError
 from pytest_megatron.repro.choose import Chosen
 from pytest_megatron.runs.environment import NAME, Patch, SessionFacts, make_patch
 from pytest_megatron.runs.record import RecordedPlan, RecordedTest
-from pytest_megatron.workloads.recipe.case import ParallelSizes
 
 
 def differences(
@@ -139,53 +136,3 @@ def _is_here(text: str, plan: RecordedPlan, root: Path, own: tuple[str, ...]) ->
         return (root / path.relative_to(plan.cwd) if is_inside else path).exists()
     except OSError:
         return False
-
-
-_FLAGS = {
-    "tp": ("tensor-model-parallel-size", "tp-size", "tp"),
-    "pp": ("pipeline-model-parallel-size", "pp-size", "pp"),
-    "cp": ("context-parallel-size", "cp-size", "cp"),
-    "ep": ("expert-model-parallel-size", "ep-size", "ep"),
-    "etp": ("expert-tensor-parallel-size", "etp-size", "etp"),
-}
-
-
-def typed_sizes(words: Sequence[str]) -> ParallelSizes:
-    """Return the sizes in the arguments of a training: `--flag 2`, `--flag=2` and `flag=2`."""
-    found: dict[str, int] = {}
-    for index, word in enumerate(words):
-        name, equals, value = word.lstrip("-+").partition("=")
-        if not equals:
-            if not word.startswith("--"):
-                continue
-            value = words[index + 1] if index + 1 < len(words) else ""
-        plain = name.rpartition(".")[2].replace("_", "-")
-        for size, flags in _FLAGS.items():
-            if plain in flags and re.fullmatch(r"[1-9]\d{0,5}", value):
-                found[size] = int(value)
-    found.setdefault("etp", found.get("tp", 1))
-    return ParallelSizes(**found)
-
-
-def say_fewer_ranks(sizes: ParallelSizes, *, there: int, here: int) -> list[str]:
-    """Return what changes on another number of ranks.
-
-    Raises:
-        ReproError: The model cannot be split over so many.
-    """
-    if here % sizes.least_ranks:
-        raise ReproError(
-            "--ranks",
-            f"{here} is no multiple of {sizes.least_ranks}, which the training needs (TP "
-            f"{sizes.tp}, PP {sizes.pp}, CP {sizes.cp}, EP {sizes.ep}, expert TP {sizes.etp}); "
-            f"give a multiple of {sizes.least_ranks}",
-        )
-    if here == there:
-        return []
-    before, after = sizes.data_parallel(there), sizes.data_parallel(here)
-    text = (
-        f"{here} instead of {there} ranks: data parallel {before} -> {after}; sums are taken in "
-        f"another order, so curves differ in their last digits, and goldens, times and memory of "
-        f"{there} ranks say little here"
-    )
-    return [text]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,15 +114,6 @@ class ParallelSizes:
     cp: int = 1
     ep: int = 1
     etp: int = 1
-
-    @property
-    def least_ranks(self) -> int:
-        """The fewest ranks that hold one copy of the model; world sizes are multiples of it."""
-        return self.pp * math.lcm(self.tp * self.cp, self.etp * self.ep)
-
-    def data_parallel(self, world_size: int) -> int:
-        """Return the number of replicas that train side by side."""
-        return world_size // (self.tp * self.pp * self.cp)
 
 
 def sizes_of(model_args: ModelArgs) -> ParallelSizes | None:

@@ -230,7 +230,6 @@ class _Prepared:
     path: Path
     stage: Stage
     chosen: Chosen
-    plan: RecordedPlan | None
     wishes: Wishes
     notes: tuple[str, ...]
 
@@ -324,9 +323,7 @@ def _prepare(
         )
     facts = gather_facts(root)
     notes += differences(chosen, plan, facts, root, num_ranks=num_ranks)
-    return _Prepared(
-        path=path, stage=stage, chosen=chosen, plan=plan, wishes=wishes, notes=tuple(notes)
-    )
+    return _Prepared(path=path, stage=stage, chosen=chosen, wishes=wishes, notes=tuple(notes))
 
 
 def _is_wanted(name: PurePath) -> bool:

@@ -14,7 +14,6 @@ from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.ci.decide import PathChange, Suggestion, Trigger, decide, suggest
-from pytest_megatron.ci.hooks import gang_of_settings
 from pytest_megatron.ci.jobs import (
     CiJob,
     LeftOut,
@@ -372,11 +371,7 @@ def _unit_jobs(
             ranks=request.ranks,
         )
         durations = read_durations(paths, files)
-        found = shard_jobs(request.root, request.num_shards, durations, row, choice, table)
-        if request.ranks:
-            return found
-        size = asdict(gang_of_settings(table.workflow.pytest_arguments))
-        return replace(found, jobs=tuple(replace(job, **size) for job in found.jobs))
+        return shard_jobs(request.root, request.num_shards, durations, row, choice, table)
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
     is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))
     if is_empty and not request.is_empty_allowed:

@@ -312,7 +312,7 @@ def _header(plan: CiPlan) -> Iterator[str]:
 
 def _job_lines(job: CiJob) -> Iterator[str]:
     """Yield the lines of a job: its size, and its command."""
-    ranks = nodes_by_ranks(job.nodes, job.ranks) if job.ranks else "no gang"
+    ranks = nodes_by_ranks(job.nodes, job.ranks) if job.ranks else "ranks of pytest's settings"
     files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.compared is False and not job.lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"

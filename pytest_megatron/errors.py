@@ -33,6 +33,7 @@ __all__ = [
 REMOVED = {
     "adopt": "was removed; docs/migration.md has the places to look for and what to type instead",
     "changed": "was removed, as pytest-testmon works on ranks; delete the files of its records",
+    "ci rows": "was removed; write pytest -p megatron ROW --fake-ranks=12 in a job of your own",
     "ci comment": "was removed; write gh pr comment NUMBER --body-file summary/comment.md",
     "cost": "was removed; run.json has GPUs and times of each item, and `ci summary` GPU hours",
     "culprit": "was removed; write git bisect run pytest-megatron repro RUN ITEM",

@@ -109,27 +109,6 @@ def redact(*, directory: Path) -> None:
     sys.exit(EXIT_FAILED if problems else 0)
 
 
-@command.command("rows")
-@click.argument("plan", metavar="PLAN", type=PATH)
-@click.argument("paths", metavar="RUN...", nargs=-1, type=PATH)
-def rows(*, plan: Path, paths: tuple[Path, ...]) -> None:
-    """Print the workloads of PLAN, but for those whose layout was tried in a RUN and failed.
-
-    As a matrix of GitHub, handed to later jobs through GITHUB_OUTPUT as `workload_jobs`. A layout
-    that left no run has failed.
-    """
-    from pytest_megatron.ci.plan_command import jobs_of, outputs_text  # noqa: PLC0415
-    from pytest_megatron.ci.summary.merge import jobs_that_run  # noqa: PLC0415
-    from pytest_megatron.ci.summary.read import read_jobs, read_plan  # noqa: PLC0415
-
-    with tempfile.TemporaryDirectory(prefix="pytest-megatron-rows-") as workspace:
-        runs = read_jobs(paths, Path(workspace), is_empty_allowed=True)
-    found = jobs_of("workload", jobs_that_run(read_plan(plan), runs))
-    click.echo(found)
-    if outputs := os.environ.get("GITHUB_OUTPUT"):
-        _append(Path(outputs), outputs_text({"workload_jobs": found}))
-
-
 @command.command("summary")
 @click.argument("paths", metavar="RUN...", nargs=-1, type=PATH)
 @click.option(

@@ -28,7 +28,6 @@ from pytest_megatron.session.decision import Decision
 from pytest_megatron.workloads.recipe.model import UNIT_MODEL, Workload
 
 PYTEST = ("pytest", "-p", "megatron")
-_LAYOUT_LIMIT_S = 1800  # 12 ranks and as many once more, two at a time
 
 
 @open_to_others
@@ -39,7 +38,7 @@ class CiJob:
     Attributes:
         id: Good for the name of a job and of an artifact; unique in the plan. Of a workload, the
             name of its directory in a run.
-        kind: `workload`, `unit`, or `layout` of a workload that is tried without its GPUs.
+        kind: `workload` or `unit`.
         name: For people: a node id, a bucket, a shard.
         test_case: Test case of a workload, or the bucket's pattern.
         build: The row's container build, "" where it has none.
@@ -167,25 +166,6 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
         time_limit_s=limit_s,
         timeout_minutes=math.ceil(repeats * limit_s / 60) + table.job_margin_minutes,
         command=_command(argv, decision.env),
-    )
-
-
-def layout_jobs(workloads: Iterable[CiJob], table: CiTable) -> tuple[CiJob, ...]:
-    """Return a job without GPUs for each workload that wants some: it tries the layout."""
-    return tuple(
-        CiJob(
-            id=item_dirs(Path(), f"layout-{job.name}").root.name,
-            kind="layout",
-            name=job.name,
-            model=job.model,
-            test_case=job.test_case,
-            environment=job.environment,
-            time_limit_s=_LAYOUT_LIMIT_S,
-            timeout_minutes=_LAYOUT_LIMIT_S // 60 + table.job_margin_minutes,
-            command=shlex.join([*PYTEST, job.name, "--megatron-fake-ranks=12"]),
-        )
-        for job in workloads
-        if job.gpus
     )
 
 

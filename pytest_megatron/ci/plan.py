@@ -22,7 +22,6 @@ from pytest_megatron.ci.jobs import (
     bucket_jobs,
     held_of_fork,
     integration_matrix,
-    layout_jobs,
     shard_jobs,
     unit_matrix,
     unit_rows,
@@ -46,7 +45,6 @@ from pytest_megatron.workloads.recipe.model import (
     select,
     values,
 )
-from pytest_megatron.workloads.training.plan.phases import find_command
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
 _MOST_SCOPES = 4  # or rules, in one message
@@ -105,8 +103,7 @@ class CiPlan:
 
     Attributes:
         workloads: The rows that run, in the order of the recipes.
-        jobs: One for each row, then one for each bucket or shard; before them those that try
-            layouts, where the project has them.
+        jobs: One for each row, then one for each bucket or shard.
         left_out: Every other row, with its reasons.
     """
 
@@ -186,21 +183,14 @@ def make_plan(request: PlanRequest) -> CiPlan:
     if not jobs and not request.is_empty_allowed:
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise empty or EmptySelectionError("the plan", problem)
-    tried: tuple[CiJob, ...] = ()
-    if table.workflow.layouts:  # of rows whose ranks run a Python program
-        programs = {
-            row.node_id for row in workloads if row.script is None and find_command(row) is None
-        }
-        tried = layout_jobs((job for job in jobs if job.node_id in programs), table)
-    planned = (*tried, *jobs)
     if request.is_of_fork:
-        planned = tuple(held_of_fork(job, table) for job in planned)
+        jobs = [held_of_fork(job, table) for job in jobs]
     return CiPlan(
         trigger=trigger,
         decision=decision,
         platforms=request.platforms,
         workloads=workloads,
-        jobs=planned,
+        jobs=tuple(jobs),
         left_out=tuple(left_out),
         suggestion=suggestion,
     )

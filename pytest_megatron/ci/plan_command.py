@@ -275,7 +275,6 @@ def as_text(plan: CiPlan, *, is_explained: bool = False) -> str:
         for one in plan.decision.considered:
             lines.append(f"  {'->' if one.decides else '  '} {one.rule}: {one.why}")
     for kind, title, rest in (
-        ("layout", "layout", " tried without GPUs"),
         ("workload", "workload", ""),
         ("unit", "job", " of unit tests"),
     ):
@@ -347,16 +346,13 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
         "docs_only": _word(plan.suggestion is not None and plan.suggestion.docs_only),
         "has_workloads": _word(kinds["workload"] > 0),
         "has_units": _word(kinds["unit"] > 0),
-        "has_layouts": _word(kinds["layout"] > 0),
         "integration-tests": _line(integration_matrix(plan.jobs)),
         "unit-tests": _line(unit_matrix(plan.jobs)),
-        **{f"{kind}_jobs": jobs_of(kind, plan.jobs) for kind in ("workload", "unit", "layout")},
+        **{
+            f"{kind}_jobs": _line([asdict(j) for j in plan.jobs if j.kind == kind and not j.held])
+            for kind in ("workload", "unit")
+        },
     }
-
-
-def jobs_of(kind: str, jobs: Sequence[CiJob]) -> str:
-    """Return the jobs of a kind that run as a matrix of GitHub."""
-    return _line([asdict(job) for job in jobs if job.kind == kind and not job.held])
 
 
 def outputs_text(outputs: Mapping[str, str]) -> str:

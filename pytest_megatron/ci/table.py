@@ -136,9 +136,6 @@ class Workflow:
     cache: Annotated[Texts, About("Paths kept from run to run.")] = ()
     keeps_history: Annotated[bool, About("Keep the history of runs.")] = False
     comments: Annotated[bool, About("Write the summary on the pull request of GitHub.")] = False
-    layouts: Annotated[
-        bool, About("Try rows for GPUs with --fake-ranks first; one that fails gets no GPU.")
-    ] = False
 
     @property
     def light_setup(self) -> tuple[str, ...]:

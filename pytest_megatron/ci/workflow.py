@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import yaml
@@ -95,9 +95,8 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         CiError: It has no jobs, or one without a command.
     """
     image = workflow.images.get(plan.image)
-    jobs: dict[str, JsonValue] = {"stages": ["plan", "layouts", "jobs", "verdict"]}
+    jobs: dict[str, JsonValue] = {"stages": ["plan", "jobs", "verdict"]}
     jobs["plan"] = _fetch_plan(workflow)
-    layouts = {job.name: f"test {job.id}" for job in plan.jobs if job.kind == "layout"}
     for job in plan.jobs:
         if not job.command:
             raise CiError(where, f"job {job.id!r} has no command; expected what 'plan' prints")
@@ -105,8 +104,6 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
             raise CiError(where, f"has two jobs with the id {job.id!r}, expected each once")
         jobs[f"test {job.id}"] = {
             **_child_job(job, workflow, image),
-            **({"stage": "layouts"} if job.kind == "layout" else {}),
-            **_child_needs(job, layouts),
             "interruptible": plan.event == "pull_request",
             "retry": {"max": 1, "when": ["runner_system_failure", "scheduler_failure"]},
         }
@@ -129,18 +126,6 @@ def child_pipeline(plan: PlanFile, workflow: Workflow, where: str) -> str:
         },
     }
     return yaml.safe_dump(jobs, sort_keys=False, width=1000)
-
-
-def _child_needs(job: CiJob, layouts: Mapping[str, str]) -> dict[str, JsonValue]:
-    """Return what a job waits for; without `needs` that is all of the earlier stages.
-
-    Args:
-        job: A job of the plan.
-        layouts: Node id of a workload -> the job that tries its layout.
-    """
-    if not layouts or job.kind == "layout":
-        return {}
-    return {"needs": [layouts.get(job.node_id or "", "plan")]}
 
 
 def _fetch_plan(workflow: Workflow) -> dict[str, JsonValue]:

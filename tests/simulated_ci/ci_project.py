@@ -70,12 +70,6 @@ with open(os.environ["PYTEST_MEGATRON_METRICS"], "w") as metrics:
     for step in range(1, last + 1):
         print(json.dumps({"step": step, "lm loss": LOSS / step}), file=metrics, flush=True)
 """
-_FAILS_ON_8 = """\
-import os
-
-if os.environ["WORLD_SIZE"] == "8":
-    raise ValueError("8 ranks do not divide 5 layers")
-"""
 _GOLDEN = (
     '{"lm loss": {"start_step": 1, "end_step": 5, "step_interval": 1, "values": '
     '{"1": 1.0, "2": 0.5, "3": 0.33333, "4": 0.25, "5": 0.2}}}\n'
@@ -99,7 +93,6 @@ def make_project(
     waits: bool = False,
     differs: bool = False,
     trains: bool = True,
-    layout_fails: bool = False,
 ) -> None:
     """Write and commit the project, with its workflow as `ci init` writes it.
 
@@ -109,7 +102,6 @@ def make_project(
         waits: Whether a test of the bucket `more` waits for ever, once it has made its mark.
         differs: Whether the workload's loss is not the golden's.
         trains: Whether there is a workload at all.
-        layout_fails: Whether there is one for GPUs as well, whose layout is tried and fails.
     """
     files = {
         "pyproject.toml": _PYPROJECT,
@@ -126,12 +118,6 @@ def make_project(
             "tests/functional_tests/test_cases/tiny/line/model_config.yaml": _CASE,
             "golden_values/tiny/line/golden_values_dev_cpu.json": _GOLDEN,
         }
-    if layout_fails:
-        files["pyproject.toml"] += "layouts = true\n"
-        files["recipes/gpus.yaml"] = _RECIPE.replace("gpus: 1", "gpus: 8").replace(
-            "platforms: cpu", "platforms: dgx_h100"
-        )
-        files["train.py"] = _FAILS_ON_8 + files["train.py"]
     for name, text in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)

@@ -32,7 +32,7 @@ class Scenario:
     """What happens to a run of CI, and what its summary must say.
 
     Attributes:
-        fails, waits, differs, trains, layout_fails: As `make_project` takes them.
+        fails, waits, differs, trains: As `make_project` takes them.
         is_of_fork: Whether its pull request is of another repository.
         lost: Words of the ids of jobs whose runner goes away.
         killed: Words of the ids of jobs that are killed in a test.
@@ -44,7 +44,6 @@ class Scenario:
     waits: bool = False
     differs: bool = False
     trains: bool = True
-    layout_fails: bool = False
     is_of_fork: bool = False
     lost: str | None = None
     killed: str | None = None
@@ -82,11 +81,6 @@ SCENARIOS = (
         ),
     ),
     Scenario(name="fork", is_of_fork=True, is_green=True, expected=("passed: 4 items in 4 jobs",)),
-    Scenario(
-        name="failing-layout",
-        layout_fails=True,
-        expected=("failed: 1 of 5 items", "8 ranks do not divide 5 layers"),
-    ),
 )
 
 
@@ -99,7 +93,6 @@ def simulate(scenario: Scenario, root: Path) -> tuple[Simulation, dict[str, str]
         waits=scenario.waits,
         differs=scenario.differs,
         trains=scenario.trains,
-        layout_fails=scenario.layout_fails,
     )
     ids = job_ids(origin)
     repository: JsonValue = {"full_name": "other/tiny" if scenario.is_of_fork else "tiny/tiny"}

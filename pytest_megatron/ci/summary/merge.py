@@ -21,7 +21,7 @@ FAILURE = "failure"
 SKIPPED = "skipped"
 _Policy: TypeAlias = Mapping[str, object]
 # job of the workflow -> kind of its jobs
-_GROUPS = {"unit": "unit", "integration": "workload", "layouts": "layout"}
+_GROUPS = {"unit": "unit", "integration": "workload"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +145,6 @@ def merge(
             system reports; None where it does not.
     """
     by_name = _by_name(runs)
-    if expected is not None:
-        expected = replace(expected, jobs=jobs_that_run(expected, runs))
     planned = {} if expected is None else {job.id: job for job in expected.jobs}
     jobs: list[JobRun] = []
     notes: list[str] = []
@@ -166,14 +164,6 @@ def merge(
         notes=tuple(notes),
         headline=None if expected is None else expected.headline,
     )
-
-
-def jobs_that_run(plan: PlanFile, runs: Sequence[JobRun]) -> tuple[CiJob, ...]:
-    """Return the jobs of a plan without workloads whose layout was to be tried and did not pass."""
-    lasts = [_last(tries)[0] for tries in _by_name(runs).values()]
-    passed = {run.name for run in lasts if run.verdict in ("passed", "flaky")}
-    held = {job.name for job in plan.jobs if job.kind == "layout" and job.id not in passed}
-    return tuple(job for job in plan.jobs if job.node_id not in held)
 
 
 def _by_name(runs: Sequence[JobRun]) -> dict[str, list[JobRun]]:

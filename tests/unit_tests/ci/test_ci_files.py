@@ -47,7 +47,6 @@ registry_secrets = ["NGC_USER", "NGC_PASSWORD"]
 cache = ["~/.cache/uv"]
 comments = true
 keeps_history = true
-layouts = true
 """
 )
 JOBS: list[JsonValue] = [
@@ -337,18 +336,6 @@ def test_the_child_pipeline_has_every_job_and_the_verdict() -> None:
     assert (job["timeout"], job["image"]) == ("40 minutes", "registry.example.com/dev:1")
     assert found["verdict"]["when"] == "always"
     assert job["artifacts"]["reports"] == {"junit": "megatron-jobs/$CI_JOB_ID/junit.xml"}
-
-
-def test_a_job_of_gitlab_waits_for_the_layout_of_its_row_alone() -> None:
-    tried = {"id": "layout-line", "kind": "layout", "name": "a", "command": "pytest"}
-    after = {"id": "line", "kind": "workload", "name": "a", "command": "pytest"}
-    other = {"id": "other", "kind": "unit", "name": "b", "command": "pytest"}
-    Path("plan.json").write_text(json.dumps({"jobs": [tried, after, other]}))
-    found = yaml.safe_load(ci("child", "plan.json").output)
-    assert found["stages"] == ["plan", "layouts", "jobs", "verdict"]
-    assert found["test layout-line"]["stage"] == "layouts"
-    assert found["test line"]["needs"] == ["test layout-line"]
-    assert found["test other"]["needs"] == ["plan"]
 
 
 @pytest.mark.parametrize(

@@ -232,46 +232,6 @@ def test_a_label_selects_among_unit_tests_by_what_changed() -> None:
     assert not any("--testmon" in str(job["command"]) for job in workloads)
 
 
-def test_layouts_of_programs_for_gpus_are_tried_first_where_the_project_says_so(
-    project: Path,
-) -> None:
-    programs = RECIPE.replace("script: run", "training_script_path: train.py")
-    write(
-        project / "recipes/gpt.yaml", programs.replace("[dgx_h100, dgx_gb200]", "[dgx_h100, cpu]")
-    )
-    asked = ("--labels", "Run functional tests", "--only", "workloads", "--test-case", "slim")
-    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == {"workload"}
-    write(project / "pyproject.toml", "[tool.pytest-megatron.ci.workflow]\nlayouts = true\n")
-    first, *others = rows(plan(*asked)["jobs"])
-    row = "recipes/gpt.yaml::slim[dev-dgx_h100-L1]"
-    assert (first["kind"], first["name"], first["gpus"]) == ("layout", row, 0)
-    assert first["command"] == f"pytest -p megatron '{row}' --megatron-fake-ranks=12"
-    assert {(job["kind"], job["platform"]) for job in others} == {
-        ("workload", "cpu"),
-        ("workload", "dgx_h100"),
-    }
-    write(project / "recipes/gpt.yaml", RECIPE)  # a script starts its ranks itself
-    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == {"workload"}
-
-
-@pytest.mark.parametrize(
-    ("program", "kinds"),
-    [
-        ("train.py --lr 1e-3", {"layout", "workload"}),
-        ("accelerate launch train.py", {"workload"}),
-        ("-m package.train", {"workload"}),
-    ],
-)
-def test_only_layouts_that_can_be_run_are_tried(
-    project: Path, program: str, kinds: set[str]
-) -> None:
-    text = RECIPE.replace("script: run", f"training_script_path: {program}")
-    write(project / "recipes/gpt.yaml", text)
-    write(project / "pyproject.toml", "[tool.pytest-megatron.ci.workflow]\nlayouts = true\n")
-    asked = ("--labels", "Run functional tests", "--only", "workloads", "--test-case", "slim")
-    assert {job["kind"] for job in rows(plan(*asked)["jobs"])} == kinds
-
-
 def test_buckets_share_out_every_file_and_say_what_stays_out() -> None:
     found = plan("--only", "units", "--platform", "dgx_h100", "--explain")
     common = (

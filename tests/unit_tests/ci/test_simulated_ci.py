@@ -49,23 +49,6 @@ def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
     assert set(simulation.runners.values()) == {'["ubuntu-24.04"]', "ubuntu-24.04"}
 
 
-def test_a_row_whose_layout_fails_asks_for_no_gpu(tmp_path: Path) -> None:
-    scenario = Scenario(name="layout", layout_fails=True)
-    simulation, results = simulate(scenario, tmp_path)
-    assert results == {
-        "plan": "success",
-        "unit": "success",
-        "layouts": "failure",
-        "rows": "success",
-        "integration": "success",
-        "verdict": "failure",
-    }
-    assert "failed: 1 of 5 items" in simulation.summary
-    assert "8 ranks do not divide 5 layers" in simulation.summary
-    assert not [name for name, runner in simulation.runners.items() if "dgx_h100" in runner]
-    assert "left nothing" not in simulation.summary
-
-
 def test_a_sound_project_is_green_on_gitlab(tmp_path: Path) -> None:
     make_project(tmp_path / "origin", trains=False)
     pipelines = Pipelines(origin=tmp_path / "origin", root=tmp_path)

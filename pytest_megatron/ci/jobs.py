@@ -21,7 +21,7 @@ from pytest_megatron.ci.test_files import (
     share_out,
     wanted_launch_marks,
 )
-from pytest_megatron.errors import EmptySelectionError, RecipeError
+from pytest_megatron.errors import EmptySelectionError, RecipeError, SelectionError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.session.decision import Decision
@@ -49,7 +49,6 @@ class CiJob:
         compared: Whether a workload is compared with a golden; None where that is not known.
         num_files: The number of test files of a unit job.
         command: The one line to type, from the project's root.
-        held: Why it is planned and does not run, or "".
     """
 
     id: Text
@@ -70,7 +69,6 @@ class CiJob:
     compared: bool | None = None
     num_files: Count = 0
     command: str = ""
-    held: str = ""
 
     @property
     def node_id(self) -> str | None:
@@ -169,16 +167,19 @@ def _workload_job(workload: Workload, decision: Decision, table: CiTable) -> CiJ
     )
 
 
-def held_of_fork(job: CiJob, table: CiTable) -> CiJob:
-    """Return a job of a fork's pull request: held, unless its runner is GitHub's."""
-    platform = job.platform or CPU_PLATFORM
-    if platform in table.workflow.hosted_runners:
-        return job
-    held = (
-        f"a pull request of a fork runs on no runner of your own, such as that of {platform}; "
-        f"read it, and push its branch to this repository"
-    )
-    return replace(job, held=held)
+def refuse_own_runners(jobs: Iterable[CiJob], table: CiTable) -> None:
+    """Make sure that code of a stranger, a fork's pull request, runs on GitHub's runners alone.
+
+    Raises:
+        SelectionError: A job is for another runner.
+    """
+    for platform in (job.platform or CPU_PLATFORM for job in jobs):
+        if platform not in table.workflow.hosted_runners:
+            raise SelectionError(
+                "the plan",
+                f"a pull request of a fork runs on no runner of your own, such as that of "
+                f"{platform}; read it, and push its branch to this repository",
+            )
 
 
 def unit_settings(row: Workload) -> CiJob:
@@ -239,14 +240,14 @@ def _gang_options(row: CiJob) -> list[str]:
 
 def unit_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of unit tests: a bucket for each entry."""
-    units = (job for job in jobs if job.kind == "unit" and not job.held)
+    units = (job for job in jobs if job.kind == "unit")
     buckets = dict.fromkeys(job.test_case for job in units)
     return [{"bucket": bucket} for bucket in buckets]
 
 
 def integration_matrix(jobs: Sequence[CiJob]) -> list[JsonValue]:
     """Return Megatron-LM's matrix of workloads; rows of one test case are one entry there."""
-    workloads = (job for job in jobs if job.kind == "workload" and not job.held)
+    workloads = (job for job in jobs if job.kind == "workload")
     cases = dict.fromkeys((job.model, job.test_case) for job in workloads)
     return [{"model": model, "test_case": test_case} for model, test_case in cases]
 

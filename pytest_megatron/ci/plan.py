@@ -20,8 +20,8 @@ from pytest_megatron.ci.jobs import (
     UnitChoice,
     UnitJobs,
     bucket_jobs,
-    held_of_fork,
     integration_matrix,
+    refuse_own_runners,
     shard_jobs,
     unit_matrix,
     unit_rows,
@@ -157,7 +157,8 @@ def make_plan(request: PlanRequest) -> CiPlan:
         ConfigError: The project's table is wrong.
         BrokenRecipesError: Recipes have errors.
         RecipeError: Buckets do not hold every test file once, or recipes are not there.
-        SelectionError: The event or a word is unknown, or nothing is selected.
+        SelectionError: The event or a word is unknown, nothing is selected, or a job of a fork is
+            for a runner of the project.
     """
     config = load_config(request.root)
     words = project_words(request.root)
@@ -184,7 +185,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
         problem = "has no jobs, expected some; there are no recipes with rows; is this the root?"
         raise empty or EmptySelectionError("the plan", problem)
     if request.is_of_fork:
-        jobs = [held_of_fork(job, table) for job in jobs]
+        refuse_own_runners(jobs, table)
     return CiPlan(
         trigger=trigger,
         decision=decision,

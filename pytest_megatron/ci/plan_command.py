@@ -315,8 +315,6 @@ def _job_lines(job: CiJob) -> Iterator[str]:
     files = f", {counted(job.num_files, 'file')}" if job.kind == "unit" else ""
     judged = ", not compared" if job.compared is False and not job.lightweight else ""
     yield f"  {job.name}  {ranks}{files}, at most {job.timeout_minutes} min{judged}"
-    if job.held:
-        yield f"    held: {job.held}"
     yield f"    {job.command}"
 
 
@@ -331,7 +329,7 @@ def _left_out_lines(left_out: Sequence[LeftOut]) -> Iterator[str]:
 def github_outputs(plan: CiPlan) -> dict[str, str]:
     """Return the outputs of a step; lists and matrices are JSON on one line."""
     decision = plan.decision
-    kinds = Counter(job.kind for job in plan.jobs if not job.held)
+    kinds = Counter(job.kind for job in plan.jobs)
     return {
         "scope": ",".join(decision.scope),
         "cadence": ",".join(decision.cadence),
@@ -349,7 +347,7 @@ def github_outputs(plan: CiPlan) -> dict[str, str]:
         "integration-tests": _line(integration_matrix(plan.jobs)),
         "unit-tests": _line(unit_matrix(plan.jobs)),
         **{
-            f"{kind}_jobs": _line([asdict(j) for j in plan.jobs if j.kind == kind and not j.held])
+            f"{kind}_jobs": _line([asdict(j) for j in plan.jobs if j.kind == kind])
             for kind in ("workload", "unit")
         },
     }

@@ -241,9 +241,7 @@ def _policies(jobs: Sequence[JobRun]) -> list[str]:
 
 
 def _missing(job: CiJob) -> JobRun:
-    problem = job.held or (
-        "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
-    )
+    problem = "is in the plan and left nothing: it was cancelled, or its artifact was not uploaded"
     return JobRun(name=job.id, artifact=None, problems=(problem,))
 
 
@@ -276,7 +274,7 @@ def _results(
     for name, result in sorted(results.items()):
         kind = _GROUPS.get(name, name)
         due = () if expected is None else expected.jobs
-        planned = {job.id for job in due if job.kind == kind and not job.held}
+        planned = {job.id for job in due if job.kind == kind}
         is_empty = expected is not None and name in _GROUPS and not planned
         is_shown = result == FAILURE and bool(bad & planned)
         if result == SUCCESS or is_shown or (result == SKIPPED and is_empty):

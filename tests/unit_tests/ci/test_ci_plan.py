@@ -183,7 +183,6 @@ def test_each_job_has_its_exact_command_nodes_and_a_time_that_holds_all_repeats(
         "compared": False,  # a script judges itself
         "command": "pytest -p megatron 'recipes/gpt.yaml::two_nodes[dev-dgx_h100]' "
         "--megatron-platform dgx_h100 --megatron-n-repeat 5",
-        "held": "",
     }
     slim = found["recipes/gpt.yaml::slim[dev-dgx_h100-L1]"]
     assert (slim["n_repeat"], slim["timeout_minutes"]) == (1, 40)
@@ -569,7 +568,7 @@ def test_explain_says_why_each_rule_and_row_is_in_or_out(project: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "is_held"),
+    ("head", "is_refused"),
     [
         pytest.param({"repo": {"full_name": "me/it"}}, False, id="own"),
         pytest.param({"repo": {"full_name": "stranger/it"}}, True, id="fork"),
@@ -577,18 +576,16 @@ def test_explain_says_why_each_rule_and_row_is_in_or_out(project: Path) -> None:
     ],
 )
 def test_a_pull_request_of_a_fork_runs_on_hosted_runners_alone(
-    project: Path, monkeypatch: pytest.MonkeyPatch, head: JsonValue, *, is_held: bool
+    project: Path, monkeypatch: pytest.MonkeyPatch, head: JsonValue, *, is_refused: bool
 ) -> None:
     write(project / "event.json", json.dumps({"pull_request": {"head": head}}))
     monkeypatch.setenv("GITHUB_EVENT_PATH", "event.json")
     monkeypatch.setenv("GITHUB_REPOSITORY", "me/it")
-    found = [job for job in rows(plan()["jobs"]) if job["kind"] == "workload"]
-    assert {bool(job["held"]) for job in found} == {is_held}  # of dgx_h100 and dgx_gb200
-    outputs = invoke("--format", "github").stdout
-    assert ("has_workloads<<" in outputs, "\nworkload_jobs<<" in outputs) == (True, True)
-    assert ('"kind":"workload"' in outputs) is not is_held
-    shards = jobs("--only", "units", "--shards", "1", "--ranks", "2")
-    assert not shards["shard-1-of-1"]["held"]
+    problem = (
+        "the plan: a pull request of a fork runs on no runner of your own, such as that of dgx"
+    )
+    assert str(invoke().exception).startswith(problem) is is_refused
+    assert invoke("--only", "units", "--shards", "1", "--ranks", "2").exit_code == 0
 
 
 def test_github_outputs_cannot_be_set_by_what_a_stranger_writes(

@@ -64,21 +64,6 @@ def test_a_job_without_an_artifact_is_a_failure() -> None:
     )
 
 
-def test_a_job_that_no_fork_may_run_says_so() -> None:
-    write_job(Path("all"), "unit", {TEST: distributed()})
-    write_plan(Path("plan.json"), unit=None, gpu=None)
-    plan = json.loads(Path("plan.json").read_text())
-    plan["jobs"][1]["held"] = "a pull request of a fork runs on no runner of your own"
-    Path("plan.json").write_text(json.dumps(plan))
-    words = ("all", "--expect", "plan.json", "--results", '{"unit": "success"}')
-    code, lines = head(*words)
-    assert (code, lines[0]) == (1, "broken: 1 of 2 jobs has a problem")
-    assert "a pull request of a fork runs on no runner of your own" in lines
-    plan["jobs"].pop()
-    Path("plan.json").write_text(json.dumps(plan))
-    assert head(*words)[0] == 0
-
-
 def test_no_artifact_at_all_is_a_failure() -> None:
     write_plan(Path("plan.json"), unit=None, other=None)
     result = summary("all", "--expect", "plan.json", "--format", "markdown")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -17,12 +17,10 @@ from pytest_megatron.base.files import JsonValue, write_texts_together
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.templates import render
 from pytest_megatron.ci.jobs import CiJob, PlanFile
-from pytest_megatron.ci.table import HOSTED, TABLE_NAME, CiTable, Workflow, load_table
-from pytest_megatron.errors import CiError, ConfigError, RecipeError
+from pytest_megatron.ci.table import HOSTED, CiTable, Workflow, load_table
+from pytest_megatron.errors import CiError, ConfigError
 from pytest_megatron.gpu.host import CPU_PLATFORM
-from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.load import profile_at, read_recipes
-from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project_words
+from pytest_megatron.workloads.recipe.model import project_words
 
 GITHUB_FILE = Path(".github/workflows/megatron.yml")
 GITLAB_FILE = Path(".gitlab/megatron.yml")
@@ -188,12 +186,11 @@ def project_workflow(root: Path) -> Workflow:
     Raises:
         ConfigError: A key of `[tool.pytest-megatron.ci]` is unknown, or its value is wrong.
     """
-    return _read_table(root)[0].workflow
+    return _read_table(root).workflow
 
 
-def _read_table(root: Path) -> tuple[CiTable, Vocabulary]:
-    words = project_words(root)
-    return load_table(load_config(root), words), words
+def _read_table(root: Path) -> CiTable:
+    return load_table(load_config(root), project_words(root))
 
 
 def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
@@ -203,8 +200,8 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         ConfigError: The project's table is wrong.
         CiError: The file is there and is not to be replaced, or cannot be written.
     """
-    table, words = _read_table(root)
-    workflow, rows = table.workflow, _rows(root, table, words)
+    table = _read_table(root)
+    workflow = table.workflow
     if not workflow.setup:
         raise ConfigError(
             f"pyproject.toml: {_TABLE} setup",
@@ -213,79 +210,17 @@ def write_files(root: Path, kind: str, *, is_forced: bool) -> list[str]:
         )
     is_github = kind == "github"
     path = GITHUB_FILE if is_github else GITLAB_FILE
-    labels = table.known_labels if rows is None else _labels(root, table, rows)
-    text = github_workflow(workflow, labels) if is_github else gitlab_pipeline(workflow)
     file = root / path
     if (file.exists() or file.is_symlink()) and not is_forced:
         raise CiError(path.as_posix(), "is there already; --force replaces it")
+    text = github_workflow(workflow, table.known_labels) if is_github else gitlab_pipeline(workflow)
     try:
         write_texts_together({file: text})
     except OSError as error:
         raise CiError(path.as_posix(), f"cannot be written: {error.strerror}") from error
-    platforms = [CPU_PLATFORM] if rows is None else sorted({row.platform for row in rows})
+    include = f"include it in .gitlab-ci.yml: include: [{{local: {GITLAB_FILE.as_posix()}}}]"
     return [
         f"wrote {path.as_posix()}",
-        *_advice(workflow, platforms, labels if is_github else None),
+        f"after a change of {_TABLE}, write it again with --force",
+        "then require the check 'megatron verdict' on the branch" if is_github else include,
     ]
-
-
-def _labels(root: Path, table: CiTable, rows: Sequence[Workload]) -> tuple[str, ...]:
-    """Return the labels that change what this project runs.
-
-    Those of the built-in table are Megatron-LM's: elsewhere only tiers and environments that the
-    recipes have are worth a run.
-    """
-    own = load_config(root).tables.get(TABLE_NAME)
-    given = own if isinstance(own, dict) else {}
-    is_megatrons = any(profile_at(row.file) is Profile.COMPAT for row in rows)
-    scopes, environments = {row.scope for row in rows}, {row.environment for row in rows}
-    tiers = [
-        label
-        for rule in table.rules
-        if is_megatrons or "rules" in given or scopes & set(rule.scope)
-        for label in rule.when.label
-    ]
-    effects = [
-        effect.label
-        for effect in table.labels
-        if is_megatrons or "labels" in given or effect.environment in environments
-    ]
-    return tuple(dict.fromkeys([*tiers, *effects]))
-
-
-def _advice(
-    workflow: Workflow, platforms: Sequence[str], labels: Sequence[str] | None
-) -> Iterator[str]:
-    """Yield the settings that the project must fill in; without labels they are for GitLab."""
-    is_github = labels is not None
-    if not is_github:
-        yield f"include it in .gitlab-ci.yml: include: [{{local: {GITLAB_FILE.as_posix()}}}]"
-    yield f"fill in, in {_TABLE} of pyproject.toml, and write it again with --force:"
-    for platform in platforms or [CPU_PLATFORM]:
-        runner = workflow.all_runners.get(platform)
-        other = ["self-hosted", platform] if is_github else [platform]
-        shown = other if runner is None else list(runner)
-        state = "set" if platform in workflow.runners else "by default"
-        yield f"  runners.{platform}: {', '.join(shown)} ({state})"
-    yield f"  setup: {'; '.join(workflow.setup)} (set)"
-    names = ", ".join(f"{name} = {image}" for name, image in workflow.images.items())
-    yield f"  images: {names or 'none, jobs run on the runner itself'}"
-    if not platforms and "--shards" not in workflow.plan:
-        yield (
-            "  plan: there are no recipes; for test files alone set "
-            'plan = ["--shards", "4", "--ranks", "2"]'
-        )
-    if labels is not None:
-        none = "none; name them in rules and labels of [tool.pytest-megatron.ci]"
-        yield f"  labels that start a run: {', '.join(labels) or none}"
-        yield "then require the check 'megatron verdict' on the branch"
-
-
-def _rows(root: Path, table: CiTable, words: Vocabulary) -> list[Workload] | None:
-    """Return the rows of the project's recipes; None where these cannot be read."""
-    folders = [root / name for name in table.recipes if (root / name).exists()]
-    try:
-        read = read_recipes(folders, table.profile, words)
-    except RecipeError:
-        return None  # `pytest-megatron lint` reports why
-    return [row for one in read for row in one.workloads]

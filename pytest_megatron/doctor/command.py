@@ -30,10 +30,8 @@ from pytest_megatron.doctor.checks.machine import (
 from pytest_megatron.doctor.checks.packages import check_compiled
 from pytest_megatron.doctor.checks.project import Needs, check_project, check_recipe, read_needs
 from pytest_megatron.doctor.facts import (
-    UNKNOWN,
     EnvironmentFacts,
     Python,
-    Slurm,
     SystemView,
     compat,
     here,
@@ -75,7 +73,7 @@ def summary_of(facts: EnvironmentFacts) -> dict[str, str]:
         "GPUs": ", ".join(f"{n} x {name}" for name, n in gpus.items()) or f"{devices.num_nodes}",
         "packages": ", ".join(there) or "none that are compiled against torch",
         "host": facts.machine.container or "bare host",
-        "slurm": _slurm_line(facts.slurm),
+        "slurm": ", ".join(facts.slurm.programs) or "no client",
         "network": ", ".join(facts.machine.interfaces) or "loopback only",
     }
     if torch is not None:
@@ -88,11 +86,6 @@ def summary_of(facts: EnvironmentFacts) -> dict[str, str]:
     ]
     found["all_reduce"] = ", ".join(tried) or "not tried"
     return found
-
-
-def _slurm_line(slurm: Slurm) -> str:
-    versions = set(slurm.programs.values())
-    return ", ".join(sorted(versions - {UNKNOWN} or versions)) or "no client"
 
 
 def _end(examination: Examination) -> str:
@@ -319,9 +312,9 @@ def check(
     yield from check_torch(facts, system.env)
     yield from check_compiled(facts)
     yield from check_megatron(facts)
-    yield from check_communication(facts, system.env)
-    yield from check_variables(facts, system.env)
-    yield from check_machine(facts, system.env)
+    yield from check_communication(facts)
+    yield from check_variables(system.env)
+    yield from check_machine(facts)
     yield from check_project(facts, system)
     if needs is not None:
         yield from check_recipe(facts, system, needs)

@@ -19,8 +19,6 @@ from packaging.version import InvalidVersion, Version
 from pytest_megatron.base.schema import trusted
 from pytest_megatron.gpu.host import Gpu
 
-UNKNOWN = "unknown"  # the version of a program that does not say
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Python:
@@ -127,24 +125,17 @@ class MachineFacts:
     Attributes:
         limits: Soft limits of `/proc/self/limits` by name, None for unlimited.
         interfaces: Network interfaces that are up, without loopback.
-        links: All network interfaces; empty where the system does not list them.
-        infiniband: Port -> its state: `ACTIVE`.
         container: What kind of container this is; None on a bare host.
-        port_problem: Why the launchers' port cannot be had.
         host_problem: Why this host's own name does not resolve.
-        lookup_s: Seconds until the name of this host's loopback address was found, or was not.
     """
 
     limits: Mapping[str, int | None] = field(default_factory=dict)
     shm_bytes: int | None = None
     disks: tuple[Disk, ...] = ()
     interfaces: tuple[str, ...] = ()
-    links: tuple[str, ...] = ()
-    infiniband: Mapping[str, str] = field(default_factory=dict)
+    has_infiniband: bool = False
     container: str | None = None
-    port_problem: str | None = None
     host_problem: str | None = None
-    lookup_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,11 +143,11 @@ class Slurm:
     """Slurm's client.
 
     Attributes:
-        programs: Name -> version, for those that are on PATH.
+        programs: Those that are on PATH.
         problem: Why the controller does not answer.
     """
 
-    programs: Mapping[str, str] = field(default_factory=dict)
+    programs: tuple[str, ...] = ()
     problem: str | None = None
 
 
@@ -223,7 +214,6 @@ class SystemView:
         env: Variables; its `PATH` is where programs are looked for.
         home: For caches that no variable names.
         temporary: The directory for temporary files.
-        rendezvous_port: The port that launchers take by default.
         import_limit_s: Time limit for torch and its extensions to be imported; a fifth of it for
             each extension.
         collective_limit_s: Time limit for one all_reduce with all that it starts.
@@ -235,7 +225,6 @@ class SystemView:
     env: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     home: Path = field(default_factory=Path.home)
     temporary: Path = field(default_factory=lambda: Path(tempfile.gettempdir()))
-    rendezvous_port: int = 29500
     import_limit_s: float = 300.0
     collective_limit_s: float = 120.0
 

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,6 @@ from pytest_megatron.base.project import fix_of_owner
 from pytest_megatron.base.schema import trusted
 from pytest_megatron.base.text import describe_exit
 from pytest_megatron.doctor.facts import (
-    UNKNOWN,
     CollectiveProbe,
     Devices,
     Disk,
@@ -39,7 +37,7 @@ from pytest_megatron.doctor.facts import (
 from pytest_megatron.doctor.probes.packages import torch_version_file
 from pytest_megatron.gpu.health import GpuState, HealthWatch
 from pytest_megatron.gpu.host import Gpu, Host
-from pytest_megatron.process.host_name import host_name_problem, in_time
+from pytest_megatron.process.host_name import host_name_problem
 
 _MOST_SHOWN = 400
 
@@ -118,7 +116,6 @@ def ask(
 
 
 _PROGRAM_LIMIT_S = 10.0
-_LOOPBACK = ("::ffff:127.0.0.1", 0, 0, 0)  # as an address of both kinds, which torch tries first
 _SLURM_PROGRAMS = ("sacct", "sbatch", "scancel", "scontrol", "sinfo", "squeue", "srun")
 _OPTIONS = 3  # the field of a line of /proc/mounts
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3}
@@ -137,12 +134,9 @@ def look_at_machine(system: SystemView) -> MachineFacts:
         shm_bytes=_shm_bytes(system),
         disks=tuple(_disks(system)),
         interfaces=tuple(_interfaces(system)),
-        links=tuple(sorted(file.name for file in system.under("/sys/class/net").glob("*"))),
-        infiniband=_infiniband(system),
+        has_infiniband=any(system.under("/sys/class/infiniband").glob("*/ports/*/state")),
         container=container_of(system),
-        port_problem=_port_problem(system.rendezvous_port),
         host_problem=host_name_problem(),
-        lookup_s=_lookup_s(),
     )
 
 
@@ -202,15 +196,6 @@ def _interfaces(system: SystemView) -> Iterator[str]:
             yield directory.name
 
 
-def _infiniband(system: SystemView) -> dict[str, str]:
-    """Return the state of each InfiniBand port: `mlx5_0/1` -> `ACTIVE`."""
-    found = {}
-    for file in sorted(system.under("/sys/class/infiniband").glob("*/ports/*/state")):
-        text = system.read(f"/{file.relative_to(system.root)}")
-        found[f"{file.parts[-4]}/{file.parts[-2]}"] = text.partition(":")[2].strip()
-    return found
-
-
 def container_of(system: SystemView) -> str | None:
     """Return what kind of container this is, None on a bare host."""
     for file, kind in _CONTAINERS:
@@ -221,33 +206,6 @@ def container_of(system: SystemView) -> str | None:
             return kind
     match = re.search(r"docker|kubepods|containerd|lxc|libpod", system.read("/proc/1/cgroup"))
     return match[0] if match else system.env.get("container")
-
-
-def _port_problem(port: int) -> str | None:
-    """Return why nobody can listen on a port."""
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(("", port))
-            listener.listen(1)
-        except OSError as error:
-            return f"port {port}: {error.strerror}"
-    return None
-
-
-def _lookup_s() -> float:
-    """Return how long the lookup takes that torch does for each connection of this host."""
-
-    def look_up() -> str:
-        """Look up the name of 127.0.0.1, as torch does."""
-        try:
-            return socket.getnameinfo(_LOOPBACK, socket.NI_NUMERICSERV)[0]
-        except OSError as error:
-            return str(error)
-
-    started = time.monotonic()
-    in_time(look_up)
-    return time.monotonic() - started
 
 
 def program(system: SystemView, name: str) -> Path | None:
@@ -270,22 +228,14 @@ def look_at_slurm(system: SystemView) -> Slurm:
     """Return Slurm's client, and whether its controller answers."""
     programs = {name: path for name in _SLURM_PROGRAMS if (path := program(system, name))}
     config = system.env.get("SLURM_CONF")
-    if programs and config and not Path(config).is_file():  # each would look for it for a minute
-        return Slurm(
-            programs=dict.fromkeys(programs, UNKNOWN),
-            problem=f"SLURM_CONF is {config}, and there is no such file",
-        )
-    versions: dict[str, str] = {}
-    for name, path in programs.items():
-        answer = run([str(path), "--version"], limit_s=_PROGRAM_LIMIT_S, env=system.env)
-        match = re.search(r"slurm\S* +(\d\S*)", answer.text)
-        versions[name] = match[1] if match else UNKNOWN
     problem = None
-    if "sinfo" in programs:
+    if programs and config and not Path(config).is_file():  # sinfo would look for it for a minute
+        problem = f"SLURM_CONF is {config}, and there is no such file"
+    elif "sinfo" in programs:
         command = [str(programs["sinfo"]), "--noheader", "--format=%P"]
         answer = run(command, limit_s=_PROGRAM_LIMIT_S, env=system.env)
         problem = answer.problem and answer.problem.replace("the process", "sinfo", 1)
-    return Slurm(programs=versions, problem=problem)
+    return Slurm(programs=tuple(programs), problem=problem)
 
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"

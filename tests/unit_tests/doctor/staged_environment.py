@@ -60,7 +60,6 @@ class Staged:
             env=self.env,
             home=self.project,
             temporary=self.project,
-            rendezvous_port=0,
             import_limit_s=self.import_limit_s,
         )
 

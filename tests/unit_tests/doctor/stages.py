@@ -190,68 +190,10 @@ def megatron_twice(staged: Staged) -> None:
     (staged.site / "checkout.pth").write_text(f"{staged.root / 'checkout'}\n")
 
 
-@stage("interface-unknown", "NCCL_SOCKET_IFNAME is ib0, .* up are eth0")
-def interface_of_another_machine(staged: Staged) -> None:
-    staged.torch()
-    staged.env["NCCL_SOCKET_IFNAME"] = "ib0"
-
-
-@stage("interface-unknown", "GLOO_SOCKET_IFNAME is \\^lo,docker.*for: \\^lo.*no \\^ and no =")
-def list_of_nccl_for_gloo(staged: Staged) -> None:
-    staged.torch()
-    staged.env["GLOO_SOCKET_IFNAME"] = "^lo,docker"
-
-
-@stage("interface-unknown", "NCCL_SOCKET_IFNAME is eth0, and the interfaces that are up are lo")
-def interface_in_a_container_without_network(staged: Staged) -> None:
-    staged.torch()
-    (staged.root / "sys/class/net/eth0/operstate").unlink()
-    (staged.root / "sys/class/net/eth0").rmdir()
-    staged.env["NCCL_SOCKET_IFNAME"] = "eth0"
-
-
-@stage("adapter-unknown", "NCCL_IB_HCA is =mlx5_7:1, and the adapters are mlx5_0")
-def adapter_of_another_machine(staged: Staged) -> None:
-    staged.torch()
-    staged.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
-    staged.env["NCCL_IB_HCA"] = "=mlx5_7:1"
-
-
-@stage("slow-variable", "NCCL_P2P_DISABLE is 1 .*NVLink")
-def peers_that_do_not_copy(staged: Staged) -> None:
-    staged.torch()
-    staged.env["NCCL_P2P_DISABLE"] = "1"
-
-
-@stage("slow-variable", "NCCL_SHM_DISABLE is 1 .*over the network")
-def no_shared_memory_for_nccl(staged: Staged) -> None:
-    staged.torch()
-    staged.env["NCCL_SHM_DISABLE"] = "1"
-
-
-@stage("slow-variable", "CUDA_LAUNCH_BLOCKING is 1")
-def kernels_that_are_waited_for(staged: Staged) -> None:
-    staged.torch()
-    staged.env["CUDA_LAUNCH_BLOCKING"] = "1"
-
-
 @stage("ranks-preset", "preset .*: RANK=3, WORLD_SIZE=16, MASTER_ADDR=node7 .*srun")
 def shell_of_another_job(staged: Staged) -> None:
     staged.torch()
     staged.env |= {"MASTER_ADDR": "node7", "RANK": "3", "WORLD_SIZE": "16", "MASTER_PORT": "29501"}
-
-
-@stage("infiniband-down", "mlx5_0/1 \\(down\\) is not ACTIVE")
-def infiniband_port_down(staged: Staged) -> None:
-    staged.torch()
-    staged.file("/sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN\n")
-
-
-@stage("infiniband-off", "NCCL_IB_DISABLE is 1, and mlx5_0/1 is ACTIVE")
-def infiniband_off(staged: Staged) -> None:
-    staged.torch()
-    staged.file("/sys/class/infiniband/mlx5_0/ports/1/state", "4: ACTIVE\n")
-    staged.env["NCCL_IB_DISABLE"] = "1"
 
 
 @stage("shm-small", "/dev/shm has 64.0 MiB.*--ipc=host or --shm-size")
@@ -285,28 +227,11 @@ def read_only_cache(staged: Staged) -> None:
     staged.env["UV_CACHE_DIR"] = "/sys/cache"  # not even root can write there
 
 
-@stage("driver-capabilities", "is 'graphics' in this container \\(docker\\)")
-def container_without_compute(staged: Staged) -> None:
-    staged.torch()
-    staged.file("/.dockerenv", "")
-    staged.env["NVIDIA_DRIVER_CAPABILITIES"] = "graphics"
-
-
-@stage("slurm-partial", "srun on PATH, sbatch, scancel, scontrol, sinfo, squeue not")
-def half_of_slurm(staged: Staged) -> None:
-    staged.torch()
-    staged.program("srun", "echo slurm 22.05.8")
-
-
 @stage("slurm-silent", "sinfo exited with code 1: slurm_load_partitions: Unable to contact")
 def slurm_without_controller(staged: Staged) -> None:
     staged.torch()
-    for name in ("sbatch", "scancel", "scontrol", "squeue", "srun"):
-        staged.program(name, "echo slurm-wlm 22.05.8")
     problem = "slurm_load_partitions: Unable to contact slurm controller"
-    staged.program(
-        "sinfo", f'[ "$1" = --version ] && echo slurm 22.05.8 && exit\necho "{problem}" >&2; exit 1'
-    )
+    staged.program("sinfo", f'echo "{problem}" >&2; exit 1')
 
 
 @stage("another-environment", "VIRTUAL_ENV is /elsewhere")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.doctor.checks.machine import check_communication
 from pytest_megatron.doctor.command import finding_of, rules
-from pytest_megatron.doctor.facts import EnvironmentFacts, MachineFacts, Python, compat
+from pytest_megatron.doctor.facts import compat
 from pytest_megatron.doctor.probes.packages import read_packages
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
@@ -31,23 +30,6 @@ def test_every_cuda_has_the_least_driver_of_its_major_version() -> None:
     assert {cuda.partition(".")[0] for cuda in compat().release_driver} == set(
         compat().least_driver
     )
-
-
-def test_a_name_server_that_keeps_every_process_group_waiting_is_told() -> None:
-    python = Python(
-        executable=Path("python"),
-        version="3.12.3",
-        tag="cp312",
-        machine="x86_64",
-        prefix=Path(),
-        paths=(),
-    )
-    facts = [
-        EnvironmentFacts(python=python, machine=MachineFacts(lookup_s=seconds))
-        for seconds in (0.2, 5.01)
-    ]
-    told = [[finding_of(hit).found for hit in check_communication(each, {})] for each in facts]
-    assert told == [[], ["the name server takes 5.0 s to say what ::ffff:127.0.0.1 is"]]
 
 
 @pytest.mark.parametrize(

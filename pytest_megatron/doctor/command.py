@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from pytest_megatron.base.command import PATH, format_option
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Severity
 from pytest_megatron.base.schema import trusted
-from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted
 from pytest_megatron.doctor.checks.cuda import check_cuda, check_torch
 from pytest_megatron.doctor.checks.machine import (
@@ -149,22 +147,7 @@ def _as_json(examination: Examination) -> str:
     return json.dumps(value, indent=1) + "\n"
 
 
-def _as_markdown(examination: Examination) -> str:
-    """Return an examination as Markdown."""
-    groups = itertools.groupby(examination.findings, key=lambda finding: finding.rule.group)
-    return render(
-        "doctor.md",
-        summary=summary_of(examination.facts),
-        counts=_end(examination),
-        groups=[(group, list(findings)) for group, findings in groups],
-    )
-
-
-FORMATS: Mapping[str, Callable[[Examination], str]] = {
-    "text": _as_text,
-    "json": _as_json,
-    "markdown": _as_markdown,
-}
+FORMATS = {"text": _as_text, "json": _as_json}
 
 
 @click.command(name="doctor")

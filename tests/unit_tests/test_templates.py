@@ -185,24 +185,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "causes": [(EVIL, EVIL)],
         "files": [("New", [EVIL])],
     },
-    "doctor.md": {
-        "summary": {EVIL: EVIL},
-        "counts": EVIL,
-        "groups": [
-            (
-                EVIL,
-                [
-                    {
-                        "severity": {"value": EVIL},
-                        "rule": {"id": EVIL},
-                        "where": EVIL,
-                        "found": EVIL,
-                        "fix": EVIL,
-                    }
-                ],
-            )
-        ],
-    },
     "flaky.md": {"rows": [({"first_seen": EVIL}, [EVIL] * 7)]},
     "triage.md": {
         "groups": [

@@ -150,10 +150,9 @@ def test_a_full_disk_is_told(free: int, rule: str | None) -> None:
     assert [hit.rule for hit in check_machine(facts)] == ([rule] if rule else [])
 
 
-def test_markdown_and_text_say_the_same(staged: Staged) -> None:
+def test_a_finding_is_printed_with_its_rule(staged: Staged) -> None:
     staged.limits(nofile="256")
     examination = examine(staged.places, with_collective=False)
-    text, markdown = (FORMATS[style](examination) for style in ("text", "markdown"))
+    text = FORMATS["text"](examination)
     assert "warning: 256 open files are allowed [limit-nofile]\n" in text
-    assert "| warning `limit-nofile` | 256 open files are allowed |" in markdown
     assert examination.exit_code(is_strict=False) == 2  # no torch

@@ -76,7 +76,8 @@ def summary_of(facts: EnvironmentFacts) -> dict[str, str]:
     }
     if torch is not None:
         parts = {"CUDA": torch.cuda, "NCCL": torch.nccl, "cuDNN": torch.cudnn}
-        shown = [f"{name} {value}" for name, value in parts.items() if value] or ["no CUDA"]
+        shown = [f"{name} {value}" for name, value in parts.items() if value]
+        shown = shown or ["does not import" if torch.problem else "no CUDA"]
         found["torch"] = f"{torch.version} ({', '.join(shown)})"
     tried = [
         f"{one.world_size} ranks with {one.backend}: {'failed' if one.problem else 'right'}"
@@ -210,7 +211,7 @@ def gather(system: SystemView, *, with_collective: bool = True) -> EnvironmentFa
     facts = EnvironmentFacts(
         python=python,
         packages=packages,
-        megatrons=find_megatrons(python.paths, packages),
+        megatrons=find_megatrons(python.paths),
         torch=look_at_torch(system, packages.get("torch"), modules),
         devices=look_at_devices(system),
         machine=look_at_machine(system),

@@ -43,13 +43,11 @@ class Package:
 
     Attributes:
         name: Normalised: `flash-attn`.
-        editable: The checkout that it is installed from, where it is.
     """
 
     name: str
     version: str
     location: Path
-    editable: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,7 +36,7 @@ def check_cuda(facts: EnvironmentFacts, env: Mapping[str, str]) -> Iterator[Rule
         return
     if torch.problem is not None:
         yield RuleMatch("torch-does-not-import", torch=torch.version, problem=torch.problem)
-    if devices.driver is not None:
+    elif devices.driver is not None:
         yield from _driver(devices, torch)
         yield from _gpus(devices, torch, env)
 
@@ -80,7 +80,7 @@ def _fitting(driver: Version) -> str:
 
 def _gpus(devices: Devices, torch: Torch, env: Mapping[str, str]) -> Iterator[RuleMatch]:
     """Compare the GPUs that the driver has with those that torch can use."""
-    if torch.cuda is None or torch.problem is not None:
+    if torch.cuda is None:
         return
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if torch.cuda_problem is not None:

@@ -34,7 +34,6 @@ from pytest_megatron.doctor.facts import (
     SystemView,
     Torch,
 )
-from pytest_megatron.doctor.probes.packages import torch_version_file
 from pytest_megatron.gpu.health import GpuState, HealthWatch
 from pytest_megatron.gpu.host import Gpu, Host
 from pytest_megatron.process.host_name import host_name_problem
@@ -295,8 +294,6 @@ def look_at_torch(
         package: The installed package; None without metadata.
         modules: Extension modules to import after it.
     """
-    directory = package.location / "torch" if package is not None else Path()
-    on_disk = torch_version_file(directory)
     answer = ask(
         system.python,
         SCRIPTS / "torch_facts.py",
@@ -306,11 +303,7 @@ def look_at_torch(
         env=system.env,
         cwd=system.project,
     )
-    found = {
-        "version": package.version if package is not None else "unknown",
-        "cuda": on_disk.get("cuda"),
-        **answer.values,
-    }
+    found = {"version": package.version if package is not None else "unknown", **answer.values}
     problem = answer.problem or cast("str | None", found.get("problem"))
     if package is None and problem is not None and "No module named 'torch'" in problem:
         return None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from pytest_megatron.doctor.command import finding_of, rules
 from pytest_megatron.doctor.facts import compat
-from pytest_megatron.doctor.probes.packages import read_packages
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 
 
@@ -30,25 +27,3 @@ def test_every_cuda_has_the_least_driver_of_its_major_version() -> None:
     assert {cuda.partition(".")[0] for cuda in compat().release_driver} == set(
         compat().least_driver
     )
-
-
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        ('{"url": "file:///my%20tree", "dir_info": {"editable": true}}', Path("/my tree")),
-        ('{"url": "file:///tree", "dir_info": {}}', None),
-        ('{"url": "https://host/a.whl", "archive_info": {}}', None),
-        ('{"dir_info": {"editable": true}}', None),
-        ('{"url": 1, "dir_info": [', None),
-        ("[" * 100_000, None),
-    ],
-    ids=["editable", "copied", "archive", "no url", "torn", "deep"],
-)
-def test_only_a_sound_direct_url_names_a_checkout(
-    tmp_path: Path, content: str, expected: Path | None
-) -> None:
-    info = tmp_path / "one-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: one\nVersion: 1.0\n")
-    (info / "direct_url.json").write_text(content)
-    assert read_packages([tmp_path])["one"].editable == expected

@@ -63,49 +63,6 @@ _PASSED_OVER = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RowTraining:
-    """A training of a row: the first steps of its first phase.
-
-    Attributes:
-        row: What pytest takes: a node id.
-        directory: Gets the run, and beside it what pytest printed; not there yet.
-        values: See `TraceSettings`.
-        begin: Keys of `TraceSettings` for how the training begins.
-        env: Variables over those of this process; None unsets one.
-        words: Further arguments of pytest.
-    """
-
-    row: str
-    directory: Path
-    values: TraceValues
-    begin: Mapping[str, object]
-    env: Mapping[str, str | None]
-    words: Sequence[str]
-
-    @property
-    def log(self) -> Path:
-        """What pytest printed."""
-        return self.directory.with_name(f"{self.directory.name}.log")
-
-    def run(self) -> int:
-        """Train the row; return the exit code of pytest, whose judgement does not count here."""
-        words = [sys.executable, "-m", "pytest", "-p", "megatron", self.row]
-        words += ["--megatron-run-dir", str(self.directory), "--megatron-golden", "off"]
-        words += ["--megatron-tensor-trace", self.values, "--megatron-lightweight", *self.words]
-        begin = json.dumps(self.begin, default=str)
-        own = {PHASE: "1", BEGIN_VARIABLE: begin, **self.env}
-        env = {**os.environ, **own}
-        given = {name: text for name, text in env.items() if text is not None}
-        with self.log.open("w") as said:
-            done = subprocess.run(words, env=given, stdout=said, stderr=said, check=False)
-        return done.returncode
-
-    def last_words(self) -> str:
-        """Return the end of what pytest printed."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-_MOST_LINES:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTrace:
     """The trace of a phase.
 
@@ -203,8 +160,7 @@ def pair_traces(
 ) -> list[tuple[FoundTrace, FoundTrace]]:
     """Return traces that belong together: of one item and phase, or the only one on each side.
 
-    Phases of an item that one side alone has are left out; where the sides have none in common,
-    the first ones belong together.
+    Phases of an item that one side alone has are left out.
 
     Raises:
         RunError: No two do.
@@ -213,10 +169,6 @@ def pair_traces(
     pairs = [
         (one, theirs[key]) for one in reference if (key := (one.node_id, one.number)) in theirs
     ]
-    if not pairs:
-        firsts = {one.node_id: one for one in reversed(candidate)}
-        ours = {one.node_id: one for one in reversed(reference)}
-        pairs = [(one, firsts[node_id]) for node_id, one in ours.items() if node_id in firsts]
     if not pairs and len(reference) == len(candidate) == 1:
         pairs = [(reference[0], candidate[0])]
     if not pairs:
@@ -497,20 +449,20 @@ def _train(
         TraceError: It left none.
     """
     click.echo(f"{directory.name}: training {row}", err=True)
-    training = RowTraining(
-        row=row,
-        directory=directory,
-        values=values,
-        begin=begin or {},
-        env={_HASH_SEED: None, **(env or {})},
-        words=words,
-    )
-    code = training.run()
+    command_line = [sys.executable, "-m", "pytest", "-p", "megatron", row]
+    command_line += ["--megatron-run-dir", str(directory), "--megatron-golden", "off"]
+    command_line += ["--megatron-tensor-trace", values, "--megatron-lightweight", *words]
+    inherited = {name: text for name, text in os.environ.items() if name != _HASH_SEED}
+    own = {PHASE: "1", BEGIN_VARIABLE: json.dumps(begin or {}, default=str), **(env or {})}
+    log = directory.with_name(f"{directory.name}.log")
+    with log.open("w") as said:
+        done = subprocess.run(
+            command_line, env={**inherited, **own}, stdout=said, stderr=said, check=False
+        )
     try:
         return find_traces(directory, directory)
     except RunError as error:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-_MOST_LINES:])
         raise TraceError(
-            row,
-            f"pytest ended with exit code {code} and left no trace; {training.log}:\n"
-            f"{training.last_words()}",
+            row, f"pytest ended with exit code {done.returncode} and left no trace; {log}:\n{last}"
         ) from error

@@ -72,12 +72,6 @@ def test_an_artifact_is_compared_with_a_run(tmp_path: Path) -> None:
     assert (code, text.splitlines()[0]) == (1, f"different: {ITEM}, phase 1: {FOUND}")
 
 
-def test_a_trace_of_a_training_is_compared_with_one_of_its_audit(tmp_path: Path) -> None:
-    before = write_run(tmp_path / "before", "1f0c2a7d9b64", ITEM, phase=2)
-    after = write_run(tmp_path / "after", "1f0c2a7d9b64", ITEM)
-    assert run("diff", before, after)[0] == 0
-
-
 def test_bare_directories_are_compared(tmp_path: Path) -> None:
     write_trace(tmp_path / "a", is_changed=False)
     write_trace(tmp_path / "b", is_changed=True)

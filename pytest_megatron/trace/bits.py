@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import re
-import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from pytest_megatron.trace.equivalence import (
     DivergenceKind,
     TensorDivergence,
     TraceComparison,
+    depth_of,
 )
 from pytest_megatron.trace.files import (
     MOST_DIVERGENCES,
@@ -39,7 +39,6 @@ from pytest_megatron.workloads.training.plan.plan import TraceTools
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')
-_LAYER = re.compile(r"layers\.(\d+)")
 _SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 _Key: TypeAlias = tuple[int, int, str, str, str]
@@ -54,7 +53,7 @@ class _RecordDifference:
 
     rank: int
     record: TraceRecord
-    place: tuple[int, int, int, int]
+    place: tuple[float, ...]
     kind: DivergenceKind
     norm_ratio: float | None = None
 
@@ -287,24 +286,17 @@ def _key_of(record: TraceRecord) -> _Key:
     return record.step, record.microbatch, record.phase, record.module, record.tensor
 
 
-def _place_of(record: TraceRecord, layout: TraceLayout) -> tuple[int, int, int, int]:
+def _place_of(record: TraceRecord, layout: TraceLayout) -> tuple[float, ...]:
     """Return a place before those of all tensors that are computed from this one.
 
     Each rank counts its own records. Stages of a pipeline run one after the other, forward and
     backward; with virtual stages a rank has several of them, and the layer counts.
     """
-    stage = 0
+    stage = 0.0
     if record.phase in ("forward", "backward"):
-        stage = layout.pp[0] if layout.vpp == 1 else _depth(record.module)
+        stage = layout.pp[0] if layout.vpp == 1 else depth_of(record.module)
         stage = stage if record.phase == "forward" else -stage
     return record.step, PHASES.index(record.phase), stage, record.order
-
-
-def _depth(module: str) -> int:
-    """Return the place of a module in the model: embeddings, layers, what follows them."""
-    if (found := _LAYER.search(module)) is not None:
-        return 1 + int(found[1])
-    return 0 if module.startswith("embedding") else sys.maxsize
 
 
 TOOLS = TraceTools(record=("-m", "pytest_megatron.trace.run"), variables=variables_of)

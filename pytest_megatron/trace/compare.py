@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import re
 import statistics
 import sys
 from collections import defaultdict
@@ -31,6 +30,7 @@ from pytest_megatron.trace.equivalence import (
     TensorDivergence,
     TraceComparison,
     as_text,
+    depth_of,
 )
 from pytest_megatron.trace.files import MOST_DIVERGENCES
 from pytest_megatron.trace.hints import hint_of
@@ -71,7 +71,6 @@ _REPLICA_LIMIT = 8.0  # of ranks that hold the same part, in units of the tensor
 _MOST_LEVEL = {"float64": 0.0, "float32": 0.01, "float16": 0.04, "bfloat16": 0.08}
 _LEVEL_EFFECT = 2.0
 _LEAST_MODULES = 0.5  # part of the reference's modules that has to be compared
-_LAYER = re.compile(r"\blayers\.(\d+)\b").search
 
 
 @dataclass(slots=True)
@@ -168,9 +167,7 @@ class Comparer:
         # Norms of what rounding may change: gradients of this step, parameters by the last one.
         self._of_gradients: dict[TensorName, float] = {}
         self._of_parameters: dict[TensorName, float] = {}
-        self._is_sharded = False  # the candidate's optimizer has a part of each parameter
         self._drift = 0.0  # of all parameters by the last step, relative to their norm
-        self.largest: dict[str, float] = {}  # error by limit, of each phase; for experiments
 
     def compare(self) -> TraceComparison:
         """Compare all steps; return the result.
@@ -208,7 +205,7 @@ class Comparer:
             steps=num_steps,
             num_compared=self._num_compared,
             not_compared=tuple(self._not_compared.values()),
-            hint=hint_of(divergences, *layouts, is_sharded=self._is_sharded),
+            hint=hint_of(divergences, *layouts),
             divergences=tuple(divergences[:MOST_DIVERGENCES]),
             num_divergences=len(divergences),
         )
@@ -275,11 +272,6 @@ class Comparer:
             self._judge(name, pieces, others, units, (noises, usual[_group(pieces[0])]))
         for name in candidate.tensors.keys() - reference.tensors.keys():
             self._leave_out(candidate.tensors[name], "the reference has no such tensor")
-        self._is_sharded = self._is_sharded or any(
-            piece.record.parameter is not None and piece.record.parameter.flat is not None
-            for pieces in candidate.tensors.values()
-            for piece in pieces
-        )
 
     def _compare_initial(self, candidate: TracedStep) -> None:
         """Compare what ranks of the candidate began with before the reference's weights came.
@@ -434,9 +426,6 @@ class Comparer:
                 level = max(level, error**2)
                 kind = None
             self._num_compared += 1
-            if limit and math.isfinite(error):
-                share = error / limit
-                self.largest[name.phase] = max(self.largest.get(name.phase, 0.0), share)
             if kind is None:
                 continue
             least = usual * math.sqrt(unit.num_values) * 1e-9
@@ -559,9 +548,7 @@ class Comparer:
             return (step, order)
         # Orders of pipeline stages cannot be compared: each layer comes after those before it.
         phase = PHASES.index(name.phase)
-        layer = _LAYER(name.module)
-        depth = -1.0 if "embedding" in name.module else math.inf
-        depth = float(layer[1]) if layer else depth
+        depth = depth_of(name.module)
         return (step, phase, -depth if name.phase == "backward" else depth, order)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias, cast
@@ -14,6 +15,7 @@ from pytest_megatron.base.text import counted, name_ranks, shorten, visible
 _MOST_NEXT = 5  # divergences after the first one that the text has
 _MOST_REASONS = 3
 _WIDTH = 80
+_LAYER = re.compile(r"\blayers\.(\d+)\b").search
 
 DivergenceKind: TypeAlias = Literal[
     "value", "replicas", "missing", "extra", "shape", "not_finite", "bits"
@@ -99,6 +101,13 @@ class TraceComparison:
     hint: str | None = None
     divergences: tuple[TensorDivergence, ...] = ()
     num_divergences: Count = 0
+
+
+def depth_of(module: str) -> float:
+    """Return the place of a module in the model: embeddings, layers, what follows them."""
+    if (layer := _LAYER(module)) is not None:
+        return float(layer[1])
+    return -1.0 if "embedding" in module else math.inf
 
 
 def comparison_to_json(comparison: TraceComparison) -> JsonValue:

@@ -29,8 +29,6 @@ def hint_of(
     divergences: Sequence[TensorDivergence],
     reference: TraceLayout,
     candidate: TraceLayout,
-    *,
-    is_sharded: bool = False,
 ) -> str | None:
     """Return the likely cause of the first divergence in a sentence; None without a pattern.
 
@@ -38,7 +36,6 @@ def hint_of(
         divergences: All of them, in the reference's order of execution.
         reference: Layout of the reference; only sizes count.
         candidate: Layout of the candidate.
-        is_sharded: Each rank of the candidate has a part of the optimizer.
     """
     if not divergences:
         return None
@@ -54,7 +51,7 @@ def hint_of(
         case "gradient":
             found = _gradient_hint(same, reference, candidate)
         case "update":
-            found = _update_hint(same, is_sharded=is_sharded)
+            found = _update_hint(first)
         case "initial":
             found = (
                 f"{name_ranks(first.ranks)} begin with other values of what they share: seeds,"
@@ -77,8 +74,6 @@ def _forward_hint(
         )
     if not first.module and first.tensor.startswith("input"):
         return "the inputs of the model differ: data, labels or position ids"
-    if "dropout" in first.module and first.tensor.startswith("output"):
-        return "ranks draw other dropout masks than the reference: seeds or the random state"
     if first.tensor.startswith("input") and first.module:
         return (
             _ratio_hint(first, reference, candidate)
@@ -118,25 +113,16 @@ def _gradient_hint(
     return _ratio_hint(first, reference, candidate) or _ranks_hint(first, candidate)
 
 
-def _update_hint(same: Sequence[TensorDivergence], *, is_sharded: bool) -> str:
-    """Return the likely cause of parameters that differ after a step."""
-    first = same[0]
+def _update_hint(first: TensorDivergence) -> str:
+    """Return the likely cause of a parameter that differs after a step."""
     if first.is_buffer:
         return "the buffer is updated otherwise, or ranks do not add what each of them counts"
-    if first.step == 0:
-        return "the initial weights differ already: they were not loaded, or cut otherwise"
     if first.kind == "replicas":
-        cause = (
-            "the optimizer's parts were not gathered"
-            if is_sharded
-            else "their optimizers differ, by the learning rate, the clipping or the state"
-        )
         return (
-            f"gradients agree and {name_ranks(first.ranks)} have other values after the step:"
-            f" {cause}"
+            f"gradients agree and {name_ranks(first.ranks)} have other values after the step: their"
+            " optimizers differ, by the learning rate, the clipping or the state, or the parts of"
+            " a distributed optimizer were not gathered"
         )
-    if first.kind == "missing" and is_sharded:
-        return "no rank of the distributed optimizer has a part of the parameter"
     return (
         "gradients agree, what the optimizer makes of them does not: its settings, state or ranks"
     )

@@ -94,11 +94,8 @@ def _at(  # noqa: PLR0913
         pytest.param(
             _DP2,
             [_at("update", "a", "weight", kind="replicas", ranks=(0, 1))],
-            "by the learning rate",
+            "by the learning rate, the clipping or the state, or the parts of a distributed",
             id="other optimizers",
-        ),
-        pytest.param(
-            _DP2, [_at("update", "a", "weight", step=0)], "initial weights differ", id="weights"
         ),
         pytest.param(
             _DP2,
@@ -125,20 +122,12 @@ def _at(  # noqa: PLR0913
             id="begin",
         ),
         pytest.param(_DP2, [_at("forward", "", "input.0")], "the inputs of the model", id="inputs"),
-        pytest.param(
-            _TP2, [_at("forward", "embedding.embedding_dropout")], "dropout masks", id="dropout"
-        ),
     ],
 )
 def test_known_patterns_have_a_hint(
     layout: TraceLayout, divergences: list[TensorDivergence], words: str
 ) -> None:
     assert words in (hint_of(divergences, _ONE, layout) or "")
-
-
-def test_parts_that_were_not_gathered_are_those_of_a_distributed_optimizer() -> None:
-    found = [_at("update", "a", "weight", kind="replicas", ranks=(0, 1))]
-    assert "were not gathered" in (hint_of(found, _ONE, _DP2, is_sharded=True) or "")
 
 
 def test_equal_traces_and_unknown_patterns_have_none() -> None:

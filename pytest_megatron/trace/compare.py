@@ -139,9 +139,7 @@ class _Sums:
 
 
 def _doubles(values: Values) -> Values:
-    """Return values in double precision, complex ones as both of their parts."""
-    if np.iscomplexobj(values):
-        values = np.ascontiguousarray(values, np.complex128).view(np.float64)
+    """Return values in double precision."""
     return np.asarray(values, np.float64)
 
 
@@ -312,7 +310,7 @@ class Comparer:
             TraceError: The candidate trains on others.
         """
         of_reference = read_samples(reference)
-        of_candidate = read_samples(candidate, of_reference)
+        of_candidate = read_samples(candidate)
         if of_reference is None or of_candidate is None:
             return None
         names = [{sample[0] for sample in one.places} for one in (of_reference, of_candidate)]

@@ -541,8 +541,6 @@ class Merge:
             raise NotMergedError(_COUNTS)
         if not reference[0].is_float:
             raise NotMergedError(_COUNTS)
-        if reference[0].wide_type == "complex128":
-            raise NotMergedError("rows of complex numbers cannot be sorted")
         if name.tensor.endswith(".1") and reference[0].record.kind.endswith("Linear"):
             raise NotMergedError("it is a parameter, which is compared as such")
         etp = (self._layouts[0].etp[1], self._layouts[1].etp[1])
@@ -842,7 +840,7 @@ def _sequence(samples: Samples, axes: Axes, layout: TraceLayout) -> _Chunks:
     if axes.sequence_parts == 1:
         return [(slice(0, samples.length), slice(0, samples.length))]
     tp = layout.tp if axes.sequence_parts > layout.cp[1] else (0, 1)
-    return sequence_chunks(samples.length, layout.cp, tp, is_zigzag=samples.is_zigzag)
+    return sequence_chunks(samples.length, layout.cp, tp)
 
 
 def _runs(rows: Sequence[tuple[int, int]]) -> _Chunks:

@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -34,8 +34,6 @@ Range: TypeAlias = "slice[int, int, None]"
 Values: TypeAlias = NDArray[np.float64]  # as they are computed with; read as they were recorded
 
 DTYPES = {
-    "complex128": "<c16",
-    "complex64": "<c8",
     "float64": "<f8",
     "float32": "<f4",
     "float16": "<f2",
@@ -48,8 +46,6 @@ DTYPES = {
     "bool": "u1",
 }
 EPSILONS = {
-    "complex128": 2.0**-52,
-    "complex64": 2.0**-23,
     "float64": 2.0**-52,
     "float32": 2.0**-23,
     "float16": 2.0**-10,
@@ -93,8 +89,6 @@ class Piece:
     @property
     def wide_type(self) -> str:
         """The type of numpy that can hold its values and sums of them."""
-        if self.record.dtype.startswith("complex"):
-            return "complex128"
         return "float64" if self.is_float else "int64"
 
     @property
@@ -130,7 +124,7 @@ class Trace:
         self.headers: dict[int, TraceHeader] = {}
         self._steps: dict[int, int] = {}
         for rank, path in self._files.items():
-            self.headers[rank] = header = _header(path)
+            self.headers[rank] = header = read_header(path)
             if header.values != "full":
                 raise TraceError(
                     str(path), "has hashes only, expected values; record it with values: full"
@@ -163,28 +157,29 @@ class Trace:
     def each_step(self) -> Iterator[tuple[int, TracedStep]]:
         """Yield the steps in their order; step 0 has the parameters before the first."""
         # A model chunk records its parameters at its first call, within step 1.
-        yield 0, self._step({rank: self._first(rank) for rank in self._files})
         streams = {
-            rank: itertools.groupby(
-                (one for one in _records(path) if one.step), key=lambda record: record.step
-            )
+            rank: itertools.groupby(read_records(path), key=lambda record: max(1, record.step))
             for rank, path in self._files.items()
         }
         for number in range(1, self.steps + 1):
-            found = {rank: next(stream, (None, iter(()))) for rank, stream in streams.items()}
-            for rank, (step, _) in found.items():
+            found: dict[int, list[TraceRecord]] = {}
+            for rank, stream in streams.items():
+                step, records = next(stream, (None, iter(())))
                 if step != number:
                     raise TraceError(
                         str(self._files[rank]),
                         f"has no step {number}, its next one is {step}; record it again",
                     )
-            yield number, self._step({rank: one for rank, (_, one) in found.items()})
+                found[rank] = list(records)
+            for one in (0, 1) if number == 1 else (number,):
+                yield (
+                    one,
+                    self._step(
+                        {rank: [r for r in all_ if r.step == one] for rank, all_ in found.items()}
+                    ),
+                )
 
-    def _first(self, rank: int) -> Iterator[TraceRecord]:
-        early = itertools.takewhile(lambda one: one.step < 2, _records(self._files[rank]))  # noqa: PLR2004
-        return (one for one in early if not one.step)
-
-    def _step(self, records: Mapping[int, Iterator[TraceRecord]]) -> TracedStep:
+    def _step(self, records: Mapping[int, Sequence[TraceRecord]]) -> TracedStep:
         """Return a step with the pieces of all ranks."""
         step = TracedStep(self)
         for rank, found in records.items():
@@ -220,22 +215,6 @@ class Trace:
             return np.memmap(file, np.uint8, "r")
         except (OSError, ValueError) as error:
             raise TraceError(str(file), f"cannot be read: {error}") from error
-
-
-def _records(path: Path) -> Iterator[TraceRecord]:
-    """Yield the tensors of a file; a damaged line is an error."""
-    try:
-        yield from read_records(path)
-    except OSError as error:
-        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
-
-
-def _header(path: Path) -> TraceHeader:
-    """Return the header of a trace; another file is an error."""
-    try:
-        return read_header(path)
-    except OSError as error:
-        raise TraceError(str(path), f"cannot be read: {error.strerror}") from error
 
 
 class TracedStep:
@@ -283,12 +262,10 @@ class Samples:
     Attributes:
         length: Length of a whole sequence.
         rows: An identity of each sample of each micro-batch: its hash and its number among equals.
-        is_zigzag: Context-parallel ranks hold a part of the beginning and one of the end.
     """
 
     length: int
     rows: Mapping[Microbatch, tuple[tuple[str, int], ...]]
-    is_zigzag: bool = True
     places: dict[tuple[str, int], tuple[Microbatch, int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -296,15 +273,10 @@ class Samples:
             self.places.update((one, (microbatch, row)) for row, one in enumerate(rows))
 
 
-def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | None:
+def read_samples(step: TracedStep) -> Samples | None:
     """Return the samples of a step by the first integer input of the model, or its first input.
 
     The first axis of the input is the batch, the second one the sequence. None without an input.
-
-    Args:
-        step: A step of any layout.
-        known: The reference's; context-parallel ranks may cut a sequence in two ways, and only
-            one of them makes samples that the reference has.
     """
     inputs = {
         name.tensor: pieces
@@ -322,14 +294,6 @@ def read_samples(step: TracedStep, known: Samples | None = None) -> Samples | No
         at = piece.layout
         if not piece.layout.tp[0]:
             pieces[at.dp[0], piece.record.microbatch].setdefault(at.cp[0], piece)
-    found = _rows(pieces, is_zigzag=True)
-    if known is not None and step.trace.layout.cp[1] > 1 and not found.places.keys() & known.places:
-        found = _rows(pieces, is_zigzag=False)
-    return found
-
-
-def _rows(pieces: Mapping[Microbatch, Mapping[int, Piece]], *, is_zigzag: bool) -> Samples:
-    """Return the samples of each micro-batch, from the model's inputs."""
     counts: dict[str, int] = defaultdict(int)
     rows: dict[Microbatch, tuple[tuple[str, int], ...]] = {}
     length = 0
@@ -340,29 +304,30 @@ def _rows(pieces: Mapping[Microbatch, Mapping[int, Piece]], *, is_zigzag: bool) 
         length = local[0].shape[1] * num_ranks
         whole = np.empty((len(local[0]), length, *local[0].shape[2:]), local[0].dtype)
         for cp, part in enumerate(local):
-            for to, of in sequence_chunks(length, (cp, num_ranks), (0, 1), is_zigzag=is_zigzag):
+            for to, of in sequence_chunks(length, (cp, num_ranks), (0, 1)):
                 whole[:, to] = part[:, of]
-        names = []
+        samples = []
         for row in whole:
             digest = hashlib.sha256(row.tobytes()).hexdigest()[:16]
-            names.append((digest, counts[digest]))
+            samples.append((digest, counts[digest]))
             counts[digest] += 1
-        rows[microbatch] = tuple(names)
-    return Samples(length=length, rows=rows, is_zigzag=is_zigzag)
+        rows[microbatch] = tuple(samples)
+    return Samples(length=length, rows=rows)
 
 
 def sequence_chunks(
-    length: int, cp: tuple[int, int], tp: tuple[int, int], *, is_zigzag: bool
+    length: int, cp: tuple[int, int], tp: tuple[int, int]
 ) -> list[tuple[Range, Range]]:
     """Return the parts of a sequence that a rank has: where in the whole, where in its own.
+
+    Context-parallel ranks hold a part of the beginning and one of the end.
 
     Args:
         length: Length of the whole sequence.
         cp: Context-parallel rank and size.
         tp: Tensor-parallel rank and size, if these cut the sequence of a context-parallel rank.
-        is_zigzag: Whether ranks hold zigzag parts of it, see `Samples`.
     """
-    chunks = (cp[0], 2 * cp[1] - 1 - cp[0]) if is_zigzag and cp[1] > 1 else (cp[0],)
+    chunks = (cp[0], 2 * cp[1] - 1 - cp[0]) if cp[1] > 1 else (cp[0],)
     size = length // (cp[1] * len(chunks))
     places = np.concatenate([np.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
     num_local = len(places) // tp[1]

@@ -65,14 +65,13 @@ def test_an_expert_without_tokens_has_no_rows(shape: tuple[int, ...], rows: obje
     assert as_rows(np.zeros(shape)).shape == rows
 
 
-@pytest.mark.parametrize("is_zigzag", [True, False])
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), (2, 1), (2, 2), (4, 1), (2, 4)])
-def test_ranks_share_a_sequence_without_gap_or_overlap(cp: int, tp: int, is_zigzag: bool) -> None:  # noqa: FBT001
+def test_ranks_share_a_sequence_without_gap_or_overlap(cp: int, tp: int) -> None:
     length = 16
     held = []
     for cp_rank in range(cp):
         for tp_rank in range(tp):
-            chunks = sequence_chunks(length, (cp_rank, cp), (tp_rank, tp), is_zigzag=is_zigzag)
+            chunks = sequence_chunks(length, (cp_rank, cp), (tp_rank, tp))
             local = [place for _, of in chunks for place in range(of.start, of.stop)]
             assert local == list(range(length // (cp * tp)))
             held += [place for to, _ in chunks for place in range(to.start, to.stop)]
@@ -80,7 +79,7 @@ def test_ranks_share_a_sequence_without_gap_or_overlap(cp: int, tp: int, is_zigz
 
 
 def test_first_context_parallel_rank_has_both_ends() -> None:
-    chunks = sequence_chunks(8, (0, 2), (0, 1), is_zigzag=True)
+    chunks = sequence_chunks(8, (0, 2), (0, 1))
     assert [to for to, _ in chunks] == [slice(0, 2), slice(6, 8)]
 
 

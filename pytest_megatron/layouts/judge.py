@@ -393,11 +393,7 @@ def _memory(records: Mapping[int, RankRecord], memory_bytes: int | None) -> Iter
         text=f"rank {fullest.rank} needs {size_text(memory.peak)} at its peak, and its GPU has "
         f"{size_text(memory_bytes)}: parameters {size_text(memory.parameters)}, gradients "
         f"{size_text(memory.gradients)}, optimizer {size_text(memory.optimizer)}, activations "
-        f"{size_text(memory.activations)}; the largest tensors:",
-        lines=tuple(
-            (fullest.rank, f"{size_text(t.num_bytes)} {t.dtype} {t.shape}, {t.line}")
-            for t in fullest.largest
-        ),
+        f"{size_text(memory.activations)}",
     )
 
 

@@ -156,16 +156,6 @@ class Call:
         return sum(map(math.prod, self.shapes))
 
 
-@dataclass(slots=True)
-class LargeTensor:
-    """A storage, as the operation that made it shaped it."""
-
-    num_bytes: int
-    dtype: str
-    shape: list[int]
-    line: str
-
-
 class CallOptions(TypedDict, total=False):
     """What only some kinds of calls have."""
 
@@ -191,7 +181,6 @@ class RankRecord:
             a rank that was not run would have sent.
         problem: Last line of the traceback.
         sources: Files of the program itself.
-        largest: Tensors at the peak of the memory.
     """
 
     rank: int
@@ -208,7 +197,6 @@ class RankRecord:
     problem_line: str = ""
     sources: list[str] = field(default_factory=list)
     memory: RankMemory = field(default_factory=RankMemory)
-    largest: list[LargeTensor] = field(default_factory=list)
 
 
 def write_record(path: Path, record: RankRecord) -> None:

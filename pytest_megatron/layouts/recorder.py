@@ -24,7 +24,6 @@ from typing_extensions import override
 from pytest_megatron.layouts.model import (
     Call,
     CallOptions,
-    LargeTensor,
     MadeGroup,
     RankRecord,
     Settings,
@@ -36,13 +35,11 @@ if TYPE_CHECKING:
     from torch.optim.optimizer import Optimizer
 
 
-_NUM_LARGEST = 10
 _READS = (
     torch.ops.aten._local_scalar_dense.default,  # `item`, and tests of a tensor
     torch.ops.aten.equal.default,
     torch.ops.aten.nonzero.default,
 )
-_SMALL = 500  # a storage below this part of the peak needs no line of code
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -52,21 +49,17 @@ class MemoryTracker(TorchDispatchMode):
     keeps, so that a real peak is a little higher.
     """
 
-    def __init__(self, place: Callable[[], str], read: Callable[[], None]) -> None:
+    def __init__(self, read: Callable[[], None]) -> None:
         """Begin to track the memory of tensors.
 
         Args:
-            place: Returns the line of the program that runs.
             read: Is called when the program reads a value.
         """
         super().__init__()
         self._read = read
-        self._place = place
         self._live: dict[int, int] = {}  # storage -> number
-        self._made: list[LargeTensor] = []
-        self._events: list[int] = []  # number of a storage that was made, or freed: ~number
+        self._num_made = 0
         self._now = self._peak = 0
-        self._peak_at = 0
         self._held = (0, 0, 0)
         self._has_cuda = torch.cuda.is_available()
 
@@ -98,50 +91,36 @@ class MemoryTracker(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         if key in self._live or not size or (self._has_cuda and tensor.device.type == "cpu"):
             return
-        number = len(self._made)
-        line = self._place() if size * _SMALL >= self._peak else ""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._made.append(LargeTensor(size, dtype, list(tensor.shape), line))
-        self._live[key] = number
-        self._events.append(number)
-        weakref.finalize(storage, self._freed, key, number).atexit = False
+        self._num_made += 1
+        self._live[key] = self._num_made
+        weakref.finalize(storage, self._freed, key, self._num_made, size).atexit = False
         self._now += size
-        if self._now > self._peak:
-            self._peak, self._peak_at = self._now, len(self._events)
+        self._peak = max(self._peak, self._now)
 
-    def _freed(self, key: int, number: int) -> None:
+    def _freed(self, key: int, number: int, size: int) -> None:
         """Note that the memory of a tensor was freed."""
         if self._live.get(key) == number:
             del self._live[key]
-        self._events.append(~number)
-        self._now -= self._made[number].num_bytes
+        self._now -= size
 
     def look(self) -> None:
         """Measure what models and optimizers hold now."""
         self._held = _held()
 
-    def result(self) -> tuple[RankMemory, list[LargeTensor]]:
-        """Return the peak with what of it models and optimizers hold, and its largest tensors."""
+    def result(self) -> RankMemory:
+        """Return the peak with what of it models and optimizers hold."""
         if not any(self._held):
             self.look()
         parameters, gradients, states = self._held
-        at_peak: dict[int, None] = {}
-        for number in self._events[: self._peak_at]:
-            if number >= 0:
-                at_peak[number] = None
-            else:
-                at_peak.pop(~number, None)
-        largest = sorted((self._made[n] for n in at_peak), key=lambda t: -t.num_bytes)
         peak = torch.cuda.max_memory_allocated() if self._has_cuda else self._peak
         held = parameters + gradients + states
-        memory = RankMemory(
+        return RankMemory(
             peak=peak,
             parameters=parameters,
             gradients=gradients,
             optimizer=states,
             activations=max(peak - held, 0),
         )
-        return memory, largest[:_NUM_LARGEST]
 
 
 def _held() -> tuple[int, int, int]:
@@ -276,7 +255,7 @@ class RankRecorder:
         self._known: set[int] = set()  # modules of models
         self._has_run = False  # a model, since the last step
         self._begun = 0  # the model that ran first after the last step
-        self.memory = MemoryTracker(self.place, self._read)
+        self.memory = MemoryTracker(self._read)
         self.mail = Mail(settings.directory / "mail")
         self.batch: int | None = None
         self.asked_backend, self.is_eager = "", False
@@ -413,7 +392,7 @@ class RankRecorder:
     def finish(self, end: str, problem: str = "", line: str = "") -> None:
         """Write the record of this rank."""
         self._record.end, self._record.problem, self._record.problem_line = end, problem, line
-        self._record.memory, self._record.largest = self.memory.result()
+        self._record.memory = self.memory.result()
         files = {name: getattr(m, "__file__", None) or "" for name, m in sys.modules.copy().items()}
         own = [file for name, file in files.items() if not name.startswith("pytest_megatron")]
         self._record.sources = [

@@ -110,26 +110,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
             }
         ],
     },
-    "layout_section.html": {
-        "layout": {"world_size": 8, "num_compared": 1, "left_out": [EVIL]},
-        "rows": [
-            {
-                "rank": {
-                    "rank": 1,
-                    "layers": [EVIL],
-                    "end": EVIL,
-                    "num_calls": 1,
-                    "micro_batches": [1, 2],
-                },
-                "peak": EVIL,
-                "bar": [(0.0, 1.0)],
-                "sizes": [EVIL],
-                "sent": {EVIL: EVIL},
-            }
-        ],
-        "groups": [EVIL],
-        "width": 1,
-    },
     "index_page.html": {
         **FRAME,
         "heading": EVIL,

@@ -8,7 +8,7 @@ from copy import deepcopy
 import pytest
 
 from pytest_megatron.layouts.judge import judge
-from pytest_megatron.layouts.model import Call, LargeTensor, MadeGroup, RankRecord
+from pytest_megatron.layouts.model import Call, MadeGroup, RankRecord
 from pytest_megatron.runs.record import RankMemory, RecordedFault, RecordedLayout
 
 GIB = 1 << 30
@@ -208,13 +208,11 @@ def test_two_groups_in_another_order_block(records: Records) -> None:
     assert (fault.kind, set(fault.ranks)) == ("cycle", {0, 1})
 
 
-def test_a_rank_over_its_memory_lists_its_largest_tensors(records: Records) -> None:
+def test_a_rank_over_its_memory_is_named_with_what_it_holds(records: Records) -> None:
     records[3].memory = RankMemory(peak=81 * GIB, parameters=60 * GIB)
-    records[3].largest = [LargeTensor(60 * GIB, "float32", [10, 20], "model.py:7")]
     fault = only_fault(judge(records, memory_bytes=80 * GIB))
     assert (fault.kind, fault.ranks) == ("memory", (3,))
-    assert "needs 81.0 GiB at its peak, and its GPU has 80.0 GiB" in fault.text
-    assert fault.lines == ((3, "60.0 GiB float32 [10, 20], model.py:7"),)
+    assert "needs 81.0 GiB at its peak, and its GPU has 80.0 GiB: parameters 60.0 GiB" in fault.text
 
 
 def test_an_object_that_nobody_has_sent_decides_nothing(records: Records) -> None:

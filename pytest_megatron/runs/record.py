@@ -524,7 +524,6 @@ class RecordedDiagnosis:
         again: What runs it again, or None.
         root_ranks: Ranks that failed by themselves in this way.
         exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
-        facts: Sizes, port or path from the message.
         fingerprint: The same for failures of one cause.
         unit: Where its logs are.
     """
@@ -548,8 +547,6 @@ class RecordedDiagnosis:
     exits: dict[str, str] = field(default_factory=dict)
     iteration: int | None = None
     last_iteration: int | None = None
-    phase: str | None = None
-    facts: dict[str, str] = field(default_factory=dict)
     fingerprint: str = ""
     unit: str = ""
     notes: tuple[str, ...] = ()

@@ -282,7 +282,6 @@ class Root:
         who: Who did it, where the ranks do not say that; empty where `what` is a sentence.
         places: Lines that show it.
         frame: `file:line in name` where it happened, or None.
-        frames: Frames of the traceback.
         message: What it raised, whole, or None.
         where: The same in words, where it is not one frame.
         is_all: Whether every rank failed in this way.
@@ -295,7 +294,6 @@ class Root:
     what: str
     places: tuple[LogLine, ...] = ()
     frame: str | None = None
-    frames: tuple[str, ...] = ()
     message: str | None = None
     is_all: bool = False
     also: tuple[str, ...] = ()

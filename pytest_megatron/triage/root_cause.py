@@ -491,7 +491,6 @@ def _root_of(candidate: _CauseCandidate, ranks: tuple[int, ...], *, is_all: bool
         what=candidate.what,
         places=candidate.places,
         frame=rank.stack_frame if fatal is None else fatal.frame,
-        frames=() if fatal is None else fatal.frames,
         message=None if fatal is None else fatal.message,
         is_all=is_all,
     )
@@ -618,7 +617,7 @@ def _raised(rank_log: RankLog, table: Table) -> Root | None:
     if fatal is None:
         return None
     root = _root_of(_raised_by(rank_log.launcher, fatal), ())
-    return replace(root, frame=None, frames=(), message=None) if fatal.is_of_agent else root
+    return replace(root, frame=None, message=None) if fatal.is_of_agent else root
 
 
 def _root_in_silent(rank_log: RankLog, table: Table) -> Root | None:

@@ -93,7 +93,14 @@ def test_nothing_of_the_other_records_of_the_last_release_is_lost() -> None:
         assert found.passed == all(m.passed for r in found.repeats for m in r.comparisons)
     for path in SAMPLES.rglob("triage.json"):
         triage = read_record(path, RecordedTriage)
-        assert holds(content_of(path), to_json(triage))
+        content = content_of(path)
+        attempts = content["attempts"]
+        assert isinstance(attempts, list)
+        for diagnosis in (content, *attempts):
+            assert isinstance(diagnosis, dict)
+            for key in ("phase", "facts"):  # which were removed
+                diagnosis.pop(key, None)
+        assert holds(content, to_json(triage))
         last = triage.attempts[-1]
         assert last.attempt.startswith("repeat_1/attempt_")
         assert last.text or "nan" in str(path)

@@ -1,28 +1,16 @@
 """Workloads of a session as pytest collects and selects them.
 
 What runs them is imported where they are to run, as to import it takes longer than to collect.
-
-Rows that a session has expanded are kept in pytest's cache directory: to expand 10,000 takes a
-second, to load them a tenth of that. A file of this cache runs code when it is loaded, and is
-trusted, as a compiled Python file does and is.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import hashlib
-import importlib.util
-import logging
 import os
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import cast
 
 import pytest
 
-from pytest_megatron.base.files import write_bytes_atomically
 from pytest_megatron.base.text import counted, grouped, listed
 from pytest_megatron.errors import MegatronError, SelectionError
 from pytest_megatron.runs.environment import tree_at_start
@@ -49,7 +37,7 @@ def register_roles(config: pytest.Config) -> None:
             from pytest_megatron.workloads.recipe.megatron_row import require_yq  # noqa: PLC0415 - for few
 
             require_yq("-o megatron_script=bash")
-    plugin = SelectionPlugin(session, vocabulary, _cache_of(config))
+    plugin = SelectionPlugin(session, vocabulary)
     config.pluginmanager.register(plugin, WORKLOADS_PLUGIN)
     if not config.option.collectonly:
         from pytest_megatron.workloads.items.training import register_training  # noqa: PLC0415
@@ -59,15 +47,6 @@ def register_roles(config: pytest.Config) -> None:
         config.option.dist = "no"  # pytest-xdist's workers have no terminal to print to
     # One malformed recipe is an error of this run and must not keep the others from running.
     config.option.continue_on_collection_errors = True
-
-
-def _cache_of(config: pytest.Config) -> Path | None:
-    """Return where expanded recipes are kept; None without pytest's cache, or on a full disk."""
-    cache: pytest.Cache | None = getattr(config, "cache", None)
-    try:
-        return None if cache is None else cache.mkdir("megatron-recipes")
-    except OSError:
-        return None
 
 
 def _is_of_recipe(name: str) -> bool:
@@ -81,9 +60,8 @@ _USAGE_ERROR_KEY = "megatron_usage_error"
 class SelectionPlugin:
     """Reads recipes, selects workloads, and skips those that this host cannot run."""
 
-    def __init__(self, session: RunSession, vocabulary: Vocabulary, cache: Path | None) -> None:
+    def __init__(self, session: RunSession, vocabulary: Vocabulary) -> None:
         self._session = session
-        self._cache = cache
         self._vocabulary = vocabulary
         self._usage_error: str | None = None  # of a worker
 
@@ -93,7 +71,9 @@ class SelectionPlugin:
         Raises:
             RecipeError: It is no sound recipe, or a row names a signature that does not exist.
         """
-        workloads: Sequence[Workload] = rows_of(path, self._vocabulary, self._cache)
+        from pytest_megatron.workloads.recipe.load import load_recipe  # noqa: PLC0415 - pydantic
+
+        workloads: Sequence[Workload] = load_recipe(path, vocabulary=self._vocabulary)
         if any(row.calls_driver for row in workloads):
             workloads = self._with_scripts(workloads)
         for workload in workloads:
@@ -232,54 +212,3 @@ class SelectionPlugin:
                 skips[needs] = None if lacking is None else pytest.mark.skip(reason=lacking)
             if (skip := skips[needs]) is not None:
                 item.add_marker(skip)
-
-
-_log = logging.getLogger(__name__)
-_PACKAGE = Path(__file__).parents[2]
-
-
-def rows_of(path: Path, vocabulary: Vocabulary, directory: Path | None) -> tuple[Workload, ...]:
-    """Return the workloads of a recipe file without errors.
-
-    Those of the same text, words and code are taken from `directory`, and kept there otherwise.
-
-    Raises:
-        RecipeError: The file cannot be read, or has an error.
-    """
-    kept = key = None
-    if directory is not None:
-        kept = directory / hashlib.sha256(os.fsencode(path.absolute())).hexdigest()
-        with contextlib.suppress(OSError):  # `load_recipe` says why a recipe cannot be read
-            key = _key(path, vocabulary)
-            digest, content = (found := kept.read_bytes())[:32], found[32:]
-            if hashlib.sha256(key + content).digest() == digest:
-                return cast("tuple[Workload, ...]", pickle.loads(content))  # noqa: S301 - trusted as compiled Python
-    from pytest_megatron.workloads.recipe.load import load_recipe  # noqa: PLC0415 - pydantic
-
-    rows = load_recipe(path, vocabulary=vocabulary)
-    # A row in the short form holds its document, whose lines hang on the identity of its parts.
-    if kept is not None and key is not None and all(row.own_case is None for row in rows):
-        content = pickle.dumps(rows, pickle.HIGHEST_PROTOCOL)
-        try:
-            if key == _key(path, vocabulary):  # the text that was read
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes_atomically(kept, hashlib.sha256(key + content).digest() + content)
-        except OSError as error:
-            _log.debug("rows of %s are not kept: %s", path, error)
-    return rows
-
-
-def _key(path: Path, vocabulary: Vocabulary) -> bytes:
-    """Return the digest of everything that rows are made of, the code that reads them included."""
-    known = [sorted(getattr(vocabulary, name)) for name in Vocabulary.__slots__]
-    facts = repr((str(path), known, _code())).encode()
-    return hashlib.sha256(facts + path.read_bytes()).digest()
-
-
-@functools.cache
-def _code() -> tuple[tuple[str, int, int], ...]:
-    """Return path, time and size of the files that this process reads recipes with."""
-    files = [f for name in ("base", "workloads/recipe") for f in (_PACKAGE / name).glob("*.py")]
-    specs = map(importlib.util.find_spec, ("yaml", "pydantic"))
-    files += [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
-    return tuple((str(f), (at := f.stat()).st_mtime_ns, at.st_size) for f in sorted(files))

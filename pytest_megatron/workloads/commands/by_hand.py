@@ -6,7 +6,6 @@ import contextlib
 import os
 import shlex
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +28,6 @@ from pytest_megatron.workloads.recipe.short_rows import (
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile, tail
 
 _POLL_S = 0.2
-_SILENT_S = 30.0  # first notice that nothing was printed; each further one after twice as long
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +47,19 @@ class RunByHand:
 
 
 def in_this_environment(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a command whose interpreter is named in full where it is not the one of pytest.
+    """Return a command whose Python is named in full where it is not beside that of pytest.
 
-    Rows start `python` as the interpreter that pytest runs in, and so the ranks of torchrun.
+    Rows start `python` as the interpreter that pytest runs in.
     """
     found = shutil.which(words[0])
     if found is None:
         raise LaunchError(
             words[0], "is no command that can be found, expected a program; nothing was run"
         )
-    is_launched = after_torchrun(words) is not None
     is_ours = Path(found).parent == Path(sys.executable).parent
-    is_program = is_python(words[0]) is None and not is_launched
-    if is_program or is_ours or _prefix_of(Path(found)) == sys.prefix:
+    if is_ours or is_python(words[0]) is None or after_torchrun(words) is not None:
         return words
-    told = f"{words[0]} is {found}, and pytest runs in {sys.prefix}"
-    if is_launched:
-        click.echo(f"{told}: so do the ranks of the row; install pytest-megatron there instead")
-        return words
-    click.echo(f"{told}: the row names it in full")
     return (found, *words[1:])
-
-
-def _prefix_of(program: Path) -> str:
-    """Return the environment of a Python, or of a script of one; of others that of pytest."""
-    with program.open("rb") as file:
-        head = file.readline()
-    python = shlex.split(head[2:].decode()) if head.startswith(b"#!") else [str(program)]
-    if not any("python" in word for word in python):
-        return sys.prefix
-    asked = [*python, "-c", "import sys; print(sys.prefix)"]
-    try:
-        shown = subprocess.run(asked, capture_output=True, text=True, check=False)
-    except OSError:  # the program does not start either, and says so itself
-        return sys.prefix
-    return shown.stdout.strip()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,23 +104,15 @@ class ByHand:
         lease = lease_gpus(self.gpus, self.num_gpus, click.echo)
         if lease.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpu.uuid for gpu in lease.gpus)
-        followed, printed_at = FollowedFile(dirs.launcher_log), time.monotonic()
-        deadline, notice_s = printed_at + limit_s, _SILENT_S
+        followed, deadline = FollowedFile(dirs.launcher_log), time.monotonic() + limit_s
         with (
             contextlib.closing(lease),
             GuardedProcess(
                 command, env=env, cwd=self.root, output=dirs.launcher_log, grace_s=STOP_GRACE_S
             ) as process,
         ):
-            while (end := process.poll(_POLL_S)) is None and (now := time.monotonic()) < deadline:
-                if _copy(followed):
-                    printed_at, notice_s = now, _SILENT_S
-                elif now - printed_at >= notice_s:
-                    left_s = deadline - now
-                    click.echo(
-                        f"nothing printed for {notice_s:g} s; its limit is in {left_s:.0f} s"
-                    )
-                    notice_s *= 2
+            while (end := process.poll(_POLL_S)) is None and time.monotonic() < deadline:
+                _copy(followed)
             if end is None:
                 process.stop()
                 process.wait()
@@ -179,12 +147,10 @@ def _directories_in(words: Sequence[str], root: Path) -> Iterator[Path]:
             yield path
 
 
-def _copy(followed: FollowedFile) -> bool:
-    """Print the lines that a log has got since, and return whether there were any."""
-    lines = [*followed.new_lines()]
-    for line in lines:
+def _copy(followed: FollowedFile) -> None:
+    """Print the lines that a log has got since."""
+    for line in followed.new_lines():
         click.echo(f"    {printable(line)}")
-    return bool(lines)
 
 
 def _how_far(places: Sequence[Found]) -> str:

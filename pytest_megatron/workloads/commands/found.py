@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +13,7 @@ from pytest_megatron.errors import MegatronError
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.golden.collect import WatchedFiles, read_files, read_logs
 from pytest_megatron.workloads.golden.formats.curves import Curves
-from pytest_megatron.workloads.golden.model import MetricMap, Series, Value, is_loss
+from pytest_megatron.workloads.golden.model import MetricMap, Series, is_loss
 from pytest_megatron.workloads.recipe.metrics import (
     NUMBER,
     PATHS,
@@ -69,9 +67,6 @@ _GLOBS: Mapping[MetricFormat, str] = {
     MetricFormat.CSV: "**/*.csv",
     MetricFormat.TRAINER_STATE: "**/*.json",
 }
-_CURVE_WIDTH = 32
-_SPARKS = "▁▂▃▄▅▆▇█"
-_GAP = "·"
 _ENOUGH, _FEW = 0.5, 3  # of the steps of the source that has most; steps
 
 
@@ -100,18 +95,9 @@ class Found:
         """Metrics to compare: those wanted, else losses and their like (curves if there are)."""
         if self.wanted:
             return self.wanted
-        chosen = self._like_losses
+        chosen = list(filter(_is_compared, self.metrics))
         lasting = [name for name in chosen if len(self.metrics[name]) > 1]
         return tuple(sorted(lasting or chosen, key=_rank_of))
-
-    @property
-    def single(self) -> tuple[str, ...]:
-        """Losses and their like that have one value."""
-        return tuple(name for name in self._like_losses if len(self.metrics[name]) == 1)
-
-    @property
-    def _like_losses(self) -> list[str]:
-        return list(filter(_is_compared, self.metrics))
 
     @property
     def num_steps(self) -> int:
@@ -310,69 +296,13 @@ def _glob_of(path: Path, root: Path) -> str:
     return "/".join([*fixed, *(["**"] if is_deeper else []), _NUMBER_OF_RUN.sub("*", name)])
 
 
-def disagreement(best: Found, places: Sequence[Found]) -> str | None:
-    """Say where another place has another value of a metric than the best one has."""
-    for other in places:
-        for name in best.names if other is not best else ():
-            ours = best.metrics[name].finite()
-            theirs = other.metrics[name].finite() if name in other.metrics else {}
-            half_ours, half_theirs = _half_of_last_digit(ours), _half_of_last_digit(theirs)
-            for step, here in ours.items():
-                there = theirs.get(step, here)
-                unsure = max(half_ours(here), half_theirs(there))
-                if not math.isclose(here, there, rel_tol=1e-3, abs_tol=unsure):
-                    values = f"{here:g} ({best.where}) and {there:g} ({other.where})"
-                    return f"{name} at step {step} is {values}"
-    return None
-
-
-def _half_of_last_digit(values: Mapping[int, float]) -> Callable[[float], float]:
-    """Return how far a value may be from what it was rounded to: by places, or by digits."""
-    parts = [Decimal(repr(value)).normalize().as_tuple() for value in values.values()]
-    places = max((-int(part.exponent) for part in parts), default=0)
-    num_digits = max((len(part.digits) for part in parts), default=1)
-
-    def half(value: float) -> float:
-        first = math.floor(math.log10(abs(value))) if value else -places
-        return 0.501 * 10.0 ** max(-places, first - num_digits + 1)
-
-    return half
-
-
 def description(name: str, series: Series) -> str:
-    """Return the steps of a metric, its first and last value, and its curve."""
+    """Return the steps of a metric, its first and last value."""
     gaps = {b - a for a, b in pairwise(series.steps)}
     by = f" by {min(gaps)}" if len(gaps) == 1 else ""
     steps = f"{counted(len(series), 'step')}, {series.steps[0]} to {series.steps[-1]}{by}"
     first, last = series.values[0], series.values[-1]
-    curve = _sparkline(series.values, width=_CURVE_WIDTH)
-    return f"{name}: {steps}, {first:.6g} -> {last:.6g}  {curve}"
-
-
-def _sparkline(values: Sequence[Value], *, width: int) -> str:
-    """Return a curve of block characters; each stands for the mean of as many values.
-
-    A part without any finite number is a dot; where all are equal, the line is low.
-    """
-    num_parts = min(width, len(values))
-    bounds = [len(values) * i // max(num_parts, 1) for i in range(num_parts + 1)]
-    parts = [_mean(values[a:b]) for a, b in pairwise(bounds)]
-    finite = [mean for mean in parts if mean is not None]
-    least = min(finite, default=0.0)
-    height = max(finite, default=0.0) - least
-    return "".join(
-        _GAP if mean is None else _SPARKS[_level((mean - least) / height if height > 0 else 0.0)]
-        for mean in parts
-    )
-
-
-def _level(share: float) -> int:
-    return min(int(share * len(_SPARKS)), len(_SPARKS) - 1)
-
-
-def _mean(values: Sequence[Value]) -> float | None:
-    finite = [v for v in values if isinstance(v, float) and math.isfinite(v)]
-    return sum(v / len(finite) for v in finite) if finite else None
+    return f"{name}: {steps}, {first:.6g} -> {last:.6g}"
 
 
 _LENGTH = re.compile(

@@ -13,9 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
 from pathlib import Path, PurePath
 from types import FrameType
@@ -30,7 +29,6 @@ from pytest_megatron.base.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.errors import LaunchError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, this_host
@@ -43,7 +41,6 @@ from pytest_megatron.workloads.commands.by_hand import ByHand, RunByHand, in_thi
 from pytest_megatron.workloads.commands.found import (
     Found,
     description,
-    disagreement,
     length_of,
 )
 from pytest_megatron.workloads.golden.build import combine, spread_of
@@ -104,8 +101,6 @@ def choose(ran: RunByHand, wanted: Sequence[str], words: Sequence[str]) -> Found
             click.echo(f"    {description(name, place.metrics[name])}")
     best = best if wanted else replace(best, wanted=_lasting(best))
     _say_others(best, ran)
-    if (odd := disagreement(best, ran.places)) is not None:
-        click.echo(f"two sources disagree: {odd}; the row reads {best.where}")
     length = length_of(words)
     if length is not None and best.last_step + _gap(best, best.names[0]) < length[1]:
         raise LaunchError(
@@ -154,8 +149,6 @@ def _check_steps(ran: RunByHand, best: Found, line: str) -> None:
 def _lasting(found: Found) -> tuple[str, ...]:
     """Return the metrics that go on to the last step, after the others were named."""
     lasting = []
-    if single := [name for name in found.single if name not in found.names]:
-        click.echo(f"left out: {', '.join(single)}, one value each; --metric compares it")
     for name in found.names:
         last, last_step = found.metrics[name].steps[-1], found.last_step
         if last + _gap(found, name) < last_step:
@@ -169,55 +162,14 @@ def _lasting(found: Found) -> tuple[str, ...]:
 
 
 def _say_others(best: Found, ran: RunByHand) -> None:
-    """Name the metrics that are not compared, and were not named yet."""
-    named = {*best.names, *best.single, *replace(best, wanted=()).names}
-    if rest := [name for name in best.metrics if name not in named]:
-        click.echo(f"left out: {', '.join(rest)}, no losses by name; --metric compares them")
-    told: dict[str, set[str]] = {}  # values, by name
-    left_out = set(rest)
-    _tell(told, best.metrics, best.metrics)
-    for place in ran.places:
-        _tell(told, place.metrics, place.names[:_SHOWN])  # shown above
-    for place in (*ran.places, *ran.others):
-        rest = [n for n, series in place.metrics.items() if not _is_told(n, series, told)]
-        rest = [n for n in rest if n not in left_out]
-        rest += [n for n in place.unread if n not in told and n not in left_out]
-        left_out.update(rest)
+    """Name the metrics that are not compared, and were not shown."""
+    told = {*best.names, *replace(best, wanted=()).names}
+    told.update(*(place.names[:_SHOWN] for place in ran.places))
+    for place in (best, *ran.places, *ran.others):
+        rest = [name for name in (*place.metrics, *place.unread) if name not in told]
+        told.update(rest)
         if rest:
-            click.echo(f"left out: {listed(rest, _LISTED)} of {place.where}")
-
-
-def _tell(told: dict[str, set[str]], metrics: MetricMap, names: Iterable[str]) -> None:
-    """Add the values of metrics that were told."""
-    for name in names:
-        told.setdefault(name, set()).update(map(repr, metrics[name].values))
-
-
-def _is_told(name: str, series: Series, told: Mapping[str, set[str]]) -> bool:
-    """Return whether a metric was told, maybe by a part of its name, or in parts (`train loss`)."""
-    own = _bare(name)
-    parts = [
-        values
-        for known, values in told.items()
-        if own.endswith(other := _bare(known)) or other.endswith(own)
-    ]
-    return set(map(repr, series.values)) <= set().union(*parts)
-
-
-def _bare(name: str) -> str:
-    """Return a name to compare by its end, without the number of one that a line has again."""
-    return re.sub(r" \d+$", "", f" {name}".lower())
-
-
-def ask(best: Found) -> Found:
-    """Return a place with the metrics that the user wants compared."""
-    answer = click.prompt("metrics to compare", default=", ".join(best.names))
-    wanted = [name.strip() for name in answer.split(",")]
-    unknown = [name for name in wanted if name not in best.metrics]
-    if unknown:
-        known = ", ".join(best.metrics)
-        raise LaunchError(unknown[0], f"is no metric that was found, expected some of {known}")
-    return replace(best, wanted=tuple(wanted))
+            click.echo(f"left out: {listed(rest, _LISTED)} of {place.where}; --metric compares one")
 
 
 def _gap(found: Found, name: str) -> int:
@@ -348,9 +300,9 @@ def command(  # noqa: PLR0913 - the options
     """Run COMMAND as it is, find the metrics that it writes, and record a row and its golden.
 
     The command runs once by hand and once as a row with `--golden record`, which shows whether it
-    repeats. What was guessed is printed and stands in the row, to be changed. On a
-    terminal it asks for name and metrics. Exits with 0 if row and golden are written, with 1 if the
-    runs differ or the golden is refused, with 2 if there is nothing to record.
+    repeats. What was guessed is printed and stands in the row, to be changed.
+    Exits with 0 if row and golden are written, with 1 if the runs differ or the golden is refused,
+    with 2 if there is nothing to record.
     """
     root = root.resolve()
     _refuse_quoted(words)
@@ -387,17 +339,11 @@ def command(  # noqa: PLR0913 - the options
             gpus=gpus,
             num_gpus=num_gpus,
         )
-        commit = _say_uncommitted(root)
+        _say_uncommitted(root)
         click.echo(f"running once as it is: {shlex.join(words)}")
         with _ended_by_signals():
             ran = by_hand.run("first")
             best = choose(ran, metrics, words)
-            if sys.stdin.isatty() and sys.stdout.isatty():
-                if name is None:
-                    row_name = click.prompt(
-                        "name of the row", default=row_name, value_proc=partial(_ask_name, root)
-                    )
-                best = best if metrics else ask(best)
             row = row_of(
                 row_name,
                 words,
@@ -410,12 +356,6 @@ def command(  # noqa: PLR0913 - the options
                 other = choose(by_hand.run("second"), metrics, words)
                 click.echo(f"\nrecipes/{row_name}.yaml would be:\n\n{_text(row)}")
                 sys.exit(_show_golden(best, other))
-            if ask_git(root, "rev-parse", "HEAD") != commit:
-                raise LaunchError(
-                    shlex.join(words),
-                    "another commit was checked out while it ran; nothing was written; "
-                    "run it again",
-                )
             sys.exit(_write(by_hand, row, best, name=row_name, reason=reason))
 
 
@@ -474,15 +414,6 @@ def _refuse_name(root: Path, name: str) -> None:
             raise RecipeError(str(there), "is there already; give another --name, or remove it")
 
 
-def _ask_name(root: Path, answer: str) -> str:
-    """Return a name that was typed; it is asked for again if it is refused."""
-    try:
-        _refuse_name(root, answer)
-    except RecipeError as refused:
-        raise click.UsageError(str(refused)) from refused
-    return answer
-
-
 def _refuse_unwritable(root: Path) -> None:
     """Refuse a project that takes no row or golden, before anything runs.
 
@@ -497,35 +428,29 @@ def _refuse_unwritable(root: Path) -> None:
             raise RecipeError(str(error.filename), problem) from error
 
 
-def _say_uncommitted(root: Path) -> str | None:
-    """Say that a golden cannot name the code that made it; return the commit, if there is one."""
+def _say_uncommitted(root: Path) -> None:
+    """Say that a golden cannot name the code that made it."""
     facts = gather_facts(root)
     what = "no git commit" if facts.commit is None else ""
     if facts.uncommitted:
         what = f"uncommitted changes ({listed(facts.uncommitted, MOST_NAMED)})"
     if what:
         click.echo(f"the tree has {what}, as its golden will say; commit first for one without")
-    return facts.commit
 
 
 def _refuse_quoted(words: Sequence[str]) -> None:
     """Refuse a whole line that quotes make one word, and a word that only a shell understands.
 
-    Such a word may be the value of an option: behind one, and before another or at the end.
-
     Raises:
         RecipeError: It is one.
     """
-    for before, word, after in zip(["", *words], words, [*words[1:], "-"], strict=False):
-        is_plain = re.search(r"[&\d]", word) is None
-        is_value = is_plain and before.startswith("-") and after.startswith("-")
-        if _OF_A_SHELL(word) and not is_value:
-            line = " ".join(w if _OF_A_SHELL(w) else shlex.quote(w) for w in words)
-            raise RecipeError(
-                shlex.quote(word),
-                f"is a word of the command because of its quotes, and no shell runs it; give "
-                f"-- sh -c {shlex.quote(line)}, or join it to its option by `=`; nothing was run",
-            )
+    for word in filter(_OF_A_SHELL, words):
+        line = " ".join(w if _OF_A_SHELL(w) else shlex.quote(w) for w in words)
+        raise RecipeError(
+            shlex.quote(word),
+            f"is a word of the command because of its quotes, and no shell runs it; give "
+            f"-- sh -c {shlex.quote(line)}; nothing was run",
+        )
     line = words[0]
     if len(words) > 1 or not re.search(r"\s", line) or shutil.which(line):
         return
@@ -583,10 +508,8 @@ def _float32(series: Series) -> dict[int, float]:
 _ADVICE = (
     "no golden can say what a change does while a run does not repeat itself: give the command "
     "its seed, and on GPUs deterministic algorithms; if it cannot repeat, add `deterministic: "
-    "false` to the row, whose golden is then compared with the spread of its repeats"
-)
-_AS_A_ROW = (
-    "by hand it repeats, as a row it differs: there the project is the first of PYTHONPATH, our "
+    "false` to the row, whose golden is then compared with the spread of its repeats. If it "
+    "repeats by hand, and as a row it differs: there the project is the first of PYTHONPATH, our "
     "launcher replaces torchrun, and `python` is that of pytest; see plan.json of the run"
 )
 
@@ -635,14 +558,7 @@ def _record_golden(
     why = "the session says above why"
     if not is_equal:
         why = "the runs differ"
-        click.echo("running once more by hand, to see which of them it is:")
-        try:
-            places = by_hand.run("third").places
-        except LaunchError as error:
-            places = ()
-            click.echo(str(error))
-        again = next((place.metrics for place in places if place.keys == best.keys), {})
-        click.echo(_AS_A_ROW if _compare_runs([best.metrics, again], best.names) else _ADVICE)
+        click.echo(_ADVICE)
     click.echo(f"{shown} is written, but has no golden that can be relied on: {why}")
     return EXIT_FAILED
 

@@ -10,7 +10,7 @@ import pytest
 from pytest_megatron.process.guarded import CommandEnd
 from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.by_hand import RunByHand
-from pytest_megatron.workloads.commands.found import MetricSearch, disagreement, length_of
+from pytest_megatron.workloads.commands.found import MetricSearch, length_of
 from pytest_megatron.workloads.commands.record import choose
 from pytest_megatron.workloads.golden.formats.rows import PrintedReader
 from pytest_megatron.workloads.recipe.metrics import parse_source
@@ -66,30 +66,6 @@ def found(root: Path, printed: str, *, is_joint: bool = False, **files: str) -> 
 
 def json_lines(steps: range) -> str:
     return "".join(f'{{"step": {step}, "Loss/train": {1 / (step + 3)}}}\n' for step in steps)
-
-
-@pytest.mark.parametrize(
-    ("values", "form", "is_same"),
-    [
-        ([2.5056, 2.4961, 2.4], ".2f", True),  # 2.51, 2.50 and 2.40
-        ([2.5056, 0.0004, 1.25], ".2f", True),  # 0.00
-        ([2.4e-5, 1.2345e-3], ".2e", True),
-        ([1500.4, 2.0], ".0f", True),
-        ([2.5056, 2.4961, 2.4], ".6f", True),
-        ([2.5056, 2.4961, 2.4], "by 0.01", False),
-        ([2.4e-5, 1.2345e-3], "by 0.00001", False),
-    ],
-)
-def test_a_value_that_is_printed_shorter_is_the_same(
-    tmp_path: Path, values: list[float], form: str, *, is_same: bool
-) -> None:
-    rows = "".join(f'{{"step": {n}, "loss": {value!r}}}\n' for n, value in enumerate(values))
-    shift = float(form.removeprefix("by ")) if form.startswith("by") else 0.0
-    texts = [f"{value + shift:.6g}" if shift else f"{value:{form}}" for value in values]
-    printed = "".join(f"step {n} loss {text}\n" for n, text in enumerate(texts))
-    search = found(tmp_path, printed, log_jsonl=rows)
-    assert len(search.places) == 2
-    assert (disagreement(search.places[0], search.places) is None) == is_same
 
 
 BY_STEP = "".join(f"step {step} loss {3 - step / 100:.2f}\n" for step in range(60))
@@ -219,7 +195,7 @@ def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
             "step {n} loss {a} Validation bpb {b} time 12.5ms mAP@0.5 {a}, old nan last inf.",
             "Validation bpb, time, mAP@0.5, old, last",
         ),
-        ("step{n} loss{a} bpb{b} R2 ({b})", "bpb, R2"),
+        ("step{n} loss{a} bpb{b} R2 ({b})", "loss, bpb, R2"),
         ("12:30:01 train.py:7] [{n}/5] loss: {a} (2.5) bpb ~ {b} 3 ms", "bpb"),
         ("{{'loss': {a}, 'update_norm': {b}}}", "update_norm"),
         ("[{n}] loss {a}\n[{n}] bpb: {b}\n[{n}] took {b}", "bpb"),
@@ -228,9 +204,7 @@ def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
         ("| step {n} | loss {a} | F1 | {b} | fast | {b} s |", "F1"),
         ("step {n} loss {a} bpb {b}\nstep {n} val | bpb {a}", "bpb"),
         ("step {n} loss {a} bpb {b}\nValidation bpb: {a}", "bpb, Validation bpb"),
-        ("step {n} loss {a}\nat epoch {n}: loss {b}", "loss"),
-        ("step {n} mean train ce loss {a}, val ce loss {b}, epoch {n}, batch 3/7", ""),
-        ("[{n}] Train: loss {a}\n[{n}] Test: loss {b}", ""),
+        ("step {n} train ce loss {a}, epoch {n}, batch 3/7", "train ce loss"),
         ("step {n} loss {a} level info", ""),
     ],
 )
@@ -248,5 +222,5 @@ def test_numbers_beside_a_step_or_a_loss_are_told(
         tuple(search.passed_over),
     )
     choose(run, (), ("train",))
-    said = re.findall(r"left out: (.+?)(?: of printed, any|, no losses)", capsys.readouterr().out)
+    said = re.findall(r"left out: (.+?) of printed", capsys.readouterr().out)
     assert sorted(", ".join(said).split(", ")) == sorted(told.split(", "))

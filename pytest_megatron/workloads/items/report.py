@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shlex
-import textwrap
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -39,7 +36,6 @@ from pytest_megatron.workloads.verdict.job import CheckedJob, Training, Workload
 from pytest_megatron.workloads.verdict.retry import fingerprint
 
 _INDENT = "    "
-_WIDTH = 80  # of a terminal and of most logs
 _MAX_SHOWN = 10  # metrics or gradients of one repeat
 _RECORD_AGAIN = "fix the golden, or write it anew with `--golden refresh`: no run can pass"
 _LINE_EVERY_S = 10.0
@@ -69,7 +65,7 @@ class TrainingListener:
         write: Callable[[Sequence[str]], None],
         show: Callable[[str], None],
     ) -> None:
-        """Begin to measure the time of iterations.
+        """Take where lines and progress go.
 
         Args:
             config: Configuration of this process.
@@ -81,7 +77,6 @@ class TrainingListener:
         self._name = name
         self._write = write
         self._show = show
-        self._clock = StepClock()
 
     def on_lines(self, lines: list[str]) -> None:
         """Pass lines on, without those that the progress stands for."""
@@ -91,7 +86,7 @@ class TrainingListener:
 
     def on_progress(self, phase: str, progress: Progress) -> None:
         """Pass the progress on."""
-        self._show(progress_text(self._name, phase, self._clock.timed(phase, progress)))
+        self._show(progress_text(self._name, phase, progress))
 
 
 class LiveTerminal(TrainingListener):
@@ -142,27 +137,6 @@ class LiveTerminal(TrainingListener):
             for line in lines:
                 self._writer.line(line)
             self._writer.flush()
-
-
-@dataclass(slots=True)
-class StepClock:
-    """Measures the time of an iteration, for trainings that print none."""
-
-    _phase: str = ""
-    _first: int = 0
-    _at: float = 0.0
-
-    def timed(self, phase: str, progress: Progress) -> Progress:
-        """Return the progress with a time of its iterations, once there are two of them."""
-        if progress.iteration_ms is not None:
-            return progress
-        now = time.monotonic()
-        if phase != self._phase or progress.iteration < self._first:
-            self._phase, self._first, self._at = phase, progress.iteration, now
-        steps = progress.iteration - self._first
-        return (
-            replace(progress, iteration_ms=(now - self._at) / steps * 1000) if steps else progress
-        )
 
 
 class WorkersProgress:
@@ -296,25 +270,6 @@ def mismatch(training: Training, judgement: Judgement) -> str:
             lines.append(f"{_INDENT}and {num_more} more; see {job.dirs.comparison}")
         lines.append(f"{_INDENT}measured: {repeat.measured}")
     return "\n".join([*lines, *filter(None, [advice_on(training, judgement)])])
-
-
-def folded(problem: str) -> str:
-    """Return a mismatch for a terminal: long lines go on below, at semicolons and behind commas."""
-    headline, *details = problem.splitlines()
-    lines = [headline]
-    for line in details:
-        indent = " " * (len(line) - len(line.lstrip()))
-        parts = line.strip().split("; ") if len(line) > _WIDTH else [line.strip()]
-        for number, part in enumerate(parts):
-            lines += textwrap.wrap(
-                re.sub("(?<!,) ", "\0", part),  # no white space for what breaks lines
-                _WIDTH,
-                initial_indent=f"{indent}{_INDENT}" if number else indent,
-                subsequent_indent=f"{indent}{_INDENT}",
-                break_long_words=False,
-                break_on_hyphens=False,
-            )
-    return "\n".join(lines).replace("\0", " ")
 
 
 def summary_line(

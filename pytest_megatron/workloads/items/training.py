@@ -46,7 +46,6 @@ from pytest_megatron.workloads.items.report import (
     ItemRetries,
     LiveTerminal,
     WorkersProgress,
-    folded,
     item_record,
     mismatch,
     plan_text,
@@ -226,8 +225,6 @@ class TrainingPlugin(RecordCarrier):
             return
         if item.record.is_expected:
             pytest.xfail(problem.partition("\n")[0])
-        if item.training.verdict is not Verdict.FAILED:  # whose problem is of logs
-            problem = folded(problem)
         text = self._with_way_back(problem, item.nodeid)
         pytest.fail(text, pytrace=False)  # with --runxfail, the expected one too
 

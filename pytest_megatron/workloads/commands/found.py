@@ -290,8 +290,6 @@ def _glob_of(path: Path, root: Path) -> str:
         fixed.append(part)
     if "tfevents" in name:
         name = "*tfevents*"
-    elif name.endswith(".wandb"):
-        name = "*.wandb"
     is_deeper = len(fixed) < len(parts) or name.startswith("*")
     return "/".join([*fixed, *(["**"] if is_deeper else []), _NUMBER_OF_RUN.sub("*", name)])
 

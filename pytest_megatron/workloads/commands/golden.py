@@ -133,11 +133,10 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
         raise GoldenError(
             golden.path, f"has no metric that {policy.name} compares by default; give --metric"
         )
-    notes = (*golden.notes, *observed.notes)
     if form == "json":
-        echo_json(comparisons_to_json(comparisons, policy.name) | {"notes": list(notes)})
+        echo_json(comparisons_to_json(comparisons, policy.name))
     else:
-        click.echo(printable(_as_text(comparisons, notes, policy)))
+        click.echo(printable(_as_text(comparisons, policy)))
     if not all(comparison.passed for comparison in comparisons):
         sys.exit(EXIT_FAILED)
     if not any(comparison.is_judged for comparison in comparisons):
@@ -211,9 +210,7 @@ def _place_of(golden: Path) -> ComparedWorkload | None:
     return ComparedWorkload(case=f"{model}/{test_case}", platform=platform, environment=environment)
 
 
-def _as_text(
-    comparisons: tuple[Comparison, ...], notes: tuple[str, ...], policy: ComparisonPolicy
-) -> str:
+def _as_text(comparisons: tuple[Comparison, ...], policy: ComparisonPolicy) -> str:
     """Return comparisons as text, those that failed first."""
     num_failed = sum(not comparison.passed for comparison in comparisons)
     num_judged = sum(comparison.is_judged for comparison in comparisons)
@@ -226,7 +223,6 @@ def _as_text(
     return "\n".join(
         [
             *(line for comparison in ordered for line in _lines(comparison)),
-            *(f"note: {note}" for note in notes),
             f"{policy.name}: {verdict}",
         ]
     )

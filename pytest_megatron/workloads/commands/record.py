@@ -124,7 +124,7 @@ def _why_no_metric(ran: RunByHand) -> str:
     others = f"; --metric NAME compares one of {listed([*names], _LISTED)}" if names else ""
     return (
         f" after {ran.end.duration_s:.0f} s{cut}, and wrote no metric, expected a loss in files of "
-        f"TensorBoard, JSON, CSV or wandb, or in printed lines such as `step 3 loss 2.5`; have it "
+        f"TensorBoard, JSON or CSV, or in printed lines such as `step 3 loss 2.5`; have it "
         f"print one{others}"
     )
 

@@ -21,11 +21,9 @@ from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.runs.layout import OWN_DIR, PhaseDirs
 from pytest_megatron.workloads.golden.formats.curves import Curves, joined
 from pytest_megatron.workloads.golden.formats.rows import (
-    LINES,
-    FilePlace,
-    PrintedReader,
-    RowReader,
     find_disagreement,
+    read_printed,
+    read_rows,
     rows_of,
 )
 from pytest_megatron.workloads.golden.formats.tensorboard import find_event_files, read_event_files
@@ -181,23 +179,18 @@ class Collector:
         self._source = source
         self._dirs = dirs
         self._files: WatchedFiles | None = None
-        self._growing: dict[Path, _GrowingFile] = {}
-        self._printed: dict[tuple[Path, ...], PrintedReader] = {}
         if source.path is not None:
             self._files = WatchedFiles(root, source.path)
             self._files.mark()
 
     def refresh(self, *, is_ended: bool = False) -> None:
-        """Read what is there, and write it to `PhaseDirs.collected`.
+        """Read all that is there, and write it to `PhaseDirs.collected`.
 
         Args:
-            is_ended: Whether nothing more is going to be written: then a problem counts, and all is
-                read once more from its start, also what was written anew.
+            is_ended: Whether nothing more is going to be written: then a problem counts.
         """
-        if is_ended:
-            self._growing, self._printed = {}, {}
         try:
-            metrics = self._read(is_ended=is_ended)
+            metrics = self._read()
         except (GoldenError, MetricsError, UnicodeDecodeError) as error:
             if is_ended:
                 where = getattr(error, "where", str(self._source.path))
@@ -206,7 +199,7 @@ class Collector:
             return
         write_json_atomically(self._dirs.collected, metrics_to_json(metrics))
 
-    def _read(self, *, is_ended: bool) -> MetricMap:
+    def _read(self) -> MetricMap:
         """Return the metrics.
 
         Raises:
@@ -215,15 +208,10 @@ class Collector:
         source = self._source
         if self._files is None:
             assert source.lines is not None
-            curves = read_logs(self._dirs, source.lines) if is_ended else self._read_on_logs()
+            curves = read_logs(self._dirs, source.lines)
         else:
             assert source.form is not None
-            is_whole = is_ended or source.form not in LINES
-            curves = (
-                read_files(self._files, source.form, source.step)
-                if is_whole
-                else self._read_on(self._files, source.form)
-            )
+            curves = read_files(self._files, source.form, source.step)
         refuse_disagreements(curves.disagreements, source.names)
         if not len(curves):
             if self._files is None:
@@ -233,49 +221,15 @@ class Collector:
             raise MetricsError(where, "no metrics: no row of it has a number")
         return curves.metrics
 
-    def _read_on_logs(self) -> Curves:
-        """Return what the first rank that prints any metric has printed so far."""
-        assert self._source.lines is not None
-        for logs in map(tuple, _logs_of_ranks(self._dirs).values()):
-            reader = self._printed.setdefault(logs, PrintedReader(self._source.lines))
-            if len(curves := reader.read(logs)):
-                return curves
-        return Curves()
-
-    def _read_on(self, files: WatchedFiles, form: MetricFormat) -> Curves:
-        """Return the metrics of files of lines, of which only what is new is read."""
-        parts: dict[str, Curves] = {}
-        for path, start in files.changed().items():
-            known = self._growing.get(path)
-            if known is None or known.tail != _tail_before(path, known.place.at):
-                known = _GrowingFile(FilePlace(at=start), RowReader(self._source.step))
-                self._growing[path] = known
-            parts[str(path)] = known.rows.read(rows_of(path, form, place=known.place))
-            known.tail = _tail_before(path, known.place.at)
-        return joined(parts)
-
-
-@dataclass(slots=True)
-class _GrowingFile:
-    """A file of lines that is read while it grows.
-
-    Attributes:
-        tail: Digest of what stands before `place`; another one if the file was written anew.
-    """
-
-    place: FilePlace
-    rows: RowReader
-    tail: int = 0
-
 
 def read_logs(dirs: PhaseDirs, pattern: LinePattern) -> Curves:
     """Return the metrics that ranks printed, or the program where no rank of ours did."""
     logs = _logs_of_ranks(dirs)
     last = logs.pop(_LAUNCHER)
-    parts = {where: PrintedReader(pattern).read(own) for where, own in logs.items()}
+    parts = {where: read_printed(pattern, own) for where, own in logs.items()}
     if found := {where: part for where, part in parts.items() if len(part)}:
         return joined(found)
-    return PrintedReader(pattern).read(last)
+    return read_printed(pattern, last)
 
 
 def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Curves:
@@ -291,12 +245,9 @@ def read_files(files: WatchedFiles, form: MetricFormat, step: str | None) -> Cur
             where, "no metrics: the program wrote no such file; metrics.path names it"
         )
     if form is MetricFormat.TENSORBOARD:
-        return read_event_files(changed)[0]
+        return read_event_files(changed)
     return joined(
-        {
-            str(path): RowReader(step).read(rows_of(path, form, start))
-            for path, start in changed.items()
-        }
+        {str(path): read_rows(rows_of(path, form, start), step) for path, start in changed.items()}
     )
 
 

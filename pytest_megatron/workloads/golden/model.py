@@ -349,12 +349,10 @@ class MeasuredValues:
     """The metrics of a run or a golden.
 
     Attributes:
-        notes: Unusual things about their files and how they were read.
         generation: Of an inference program, which has no series.
     """
 
     metrics: MetricMap
-    notes: tuple[str, ...] = ()
     generation: Generation | None = None
 
 

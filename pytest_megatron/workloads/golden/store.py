@@ -22,7 +22,6 @@ from pathlib import Path
 
 from pytest_megatron.base.files import (
     JsonValue,
-    parse_json,
     read_bytes,
     write_json_atomically,
 )
@@ -113,8 +112,7 @@ def read_json_lines(path: Path) -> Observed:
         MetricsError: The file cannot be read or holds no metric; a line is not a JSON object, has
             no step or has a value that is not a number (with the line).
     """
-    curves, torn_at = Curves(), None
-    num_records = num_repeated = 0
+    curves, num_records = Curves(), 0
     try:
         for line in lines_of(path):
             if not line.text.strip():
@@ -124,10 +122,9 @@ def read_json_lines(path: Path) -> Observed:
                 record: JsonValue = json.loads(line.text)
             except (ValueError, RecursionError) as error:
                 if not line.is_whole:
-                    torn_at = line.at
                     break
                 raise MetricsError(where, f"not JSON: {error}") from error
-            num_repeated += _add(curves, record, where)
+            _add(curves, record, where)
             num_records += 1
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
@@ -135,26 +132,16 @@ def read_json_lines(path: Path) -> Observed:
         raise MetricsError(
             str(path), f"no metrics in {counted(num_records, 'line')}; did the training start?"
         )
-    notes = curves.notes
-    if torn_at is not None:
-        notes.append(f"{path}: the last line, at byte {torn_at}, is torn; dropped")
-    if num_repeated:
-        notes.append(f"{path}: {counted(num_repeated, 'value')} more than once, each time the same")
-    return Observed(
-        metrics=curves.metrics,
-        notes=tuple(notes),
-        disagreements=curves.disagreements,
-    )
+    return Observed(metrics=curves.metrics, disagreements=curves.disagreements)
 
 
-def _add(curves: Curves, record: JsonValue, where: str) -> int:
-    """Add the values of a line; return how many of its values were there before."""
+def _add(curves: Curves, record: JsonValue, where: str) -> None:
+    """Add the values of a line."""
     if not isinstance(record, dict):
         raise MetricsError(where, f"a {type(record).__name__}, expected an object of metrics")
     step = record.get(_STEP)
     if isinstance(step, bool) or not isinstance(step, int):
         raise MetricsError(where, f"{_STEP!r} is {step!r}, expected the training iteration")
-    num_repeated = 0
     for name, value in record.items():
         if name == _STEP:
             continue
@@ -164,8 +151,7 @@ def _add(curves: Curves, record: JsonValue, where: str) -> int:
             number = float(value)
         except OverflowError as error:
             raise MetricsError(where, f"{name!r}: {error}") from error
-        num_repeated += curves.add(name, step, number, where)
-    return num_repeated
+        curves.add(name, step, number, where)
 
 
 def golden_path(root: Path, workload: Workload) -> Path:
@@ -205,14 +191,13 @@ def parse_golden(text: str, where: str) -> Golden:
     Raises:
         GoldenError: The text is refused, as `read_golden` does; `where` names the place.
     """
-    value, notes = _load_object(text, where)
+    value = _load_object(text, where)
     origin = value.pop(PROVENANCE_KEY, None)
-    metrics, generation = _content_of(value, where, notes)
+    metrics, generation = _content_of(value, where)
     return Golden(
         path=where,
         metrics=metrics,
         provenance=None if origin is None else parse_provenance(origin, where),
-        notes=tuple(notes),
         generation=generation,
     )
 
@@ -271,7 +256,7 @@ def read_metrics(path: Path) -> Observed:
         found = read_golden(path)
     except GoldenError as error:
         raise MetricsError(error.where, error.problem) from error
-    return Observed(metrics=found.metrics, notes=found.notes, generation=found.generation)
+    return Observed(metrics=found.metrics, generation=found.generation)
 
 
 def read_text(path: Path) -> str:
@@ -293,39 +278,32 @@ def read_text(path: Path) -> str:
 PATTERN = f"{GOLDEN_PREFIX}*.json"
 
 
-def _load_object(text: str, where: str) -> tuple[dict[str, JsonValue], list[str]]:
-    """Return the JSON object in a text, and notes on unusual forms.
+def _load_object(text: str, where: str) -> dict[str, JsonValue]:
+    """Return the JSON object in a text.
 
     The object may stand in a JSON string, as some of Megatron-LM's tools write it.
 
     Raises:
-        GoldenError: There is nothing in the text, or it is no JSON (with line and column), is
-            JSON lines, has a key twice, or is no object. `where` names the file.
+        GoldenError: There is nothing in the text, or it is no JSON (with line and column), has a
+            key twice, or is no object. `where` names the file.
     """
-    notes: list[str] = []
-    value = _load(text, where, notes)
+    value = _load(text, where)
     if isinstance(value, str):
-        notes.append("JSON inside a JSON string, decoded twice")
-        value = _load(value, where, notes)
+        value = _load(value, where)
     if not isinstance(value, dict):
         raise GoldenError(where, f"holds a JSON {_shown(value)}, expected an object of metrics")
-    return value, notes
+    return value
 
 
 def _shown(value: JsonValue) -> str:
     return f"list of {len(value)}" if isinstance(value, list) else kind_of(value)
 
 
-def _load(text: str, where: str, notes: list[str]) -> JsonValue:
-    """Parse the JSON of a golden, and note what is unusual."""
+def _load(text: str, where: str) -> JsonValue:
+    """Parse the JSON of a golden."""
     if not text.strip():
         size = len(text.encode())
         raise GoldenError(where, f"empty file ({size} bytes), expected JSON; record it again")
-    literals: list[str] = []
-
-    def keep_literal(literal: str) -> float:
-        literals.append(literal)
-        return float(literal)
 
     def refuse_duplicates(pairs: list[tuple[str, JsonValue]]) -> dict[str, JsonValue]:
         """Refuse an object that has a key twice."""
@@ -337,58 +315,31 @@ def _load(text: str, where: str, notes: list[str]) -> JsonValue:
         return found
 
     try:
-        value: JsonValue = json.loads(
-            text, parse_constant=keep_literal, object_pairs_hook=refuse_duplicates
-        )
-    except ValueError as error:
-        raise _explain_syntax(error, text, where) from error
+        value: JsonValue = json.loads(text, object_pairs_hook=refuse_duplicates)
+    except json.JSONDecodeError as error:
+        place = f"{where}:{error.lineno}:{error.colno}"
+        raise GoldenError(place, f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}") from error
+    except ValueError as error:  # a whole number of thousands of digits
+        raise GoldenError(where, f"not JSON of numbers: {error}") from error
     except RecursionError as error:
         raise GoldenError(where, "JSON nested too deeply, expected an object of metrics") from error
-    if literals:
-        names = ", ".join(sorted(set(literals)))
-        notes.append(f"{len(literals)} bare {names} literal(s), which are not JSON")
     return value
 
 
-def _explain_syntax(error: ValueError, text: str, where: str) -> GoldenError:
-    """Return the error of a file that is no JSON, with its place."""
-    if not isinstance(error, json.JSONDecodeError):  # a whole number of thousands of digits
-        return GoldenError(where, f"not JSON of numbers: {error}")
-    num_lines = _count_json_lines(text)
-    if num_lines is not None:
-        return GoldenError(
-            where, f"JSON lines ({counted(num_lines, 'value')}, one a line), expected one object"
-        )
-    return GoldenError(
-        f"{where}:{error.lineno}:{error.colno}", f"not JSON: {error.msg[:1].lower()}{error.msg[1:]}"
-    )
-
-
-def _count_json_lines(text: str) -> int | None:
-    """Return how many JSON values `text` has, one a line, or None if it is no JSON-lines file."""
-    try:
-        values = [parse_json(line) for line in text.splitlines() if line.strip()]
-    except ValueError:
-        return None
-    return len(values) if len(values) > 1 else None
-
-
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_BASELINE_KEYS = {"forward_ms", "backward_ms", "throughput_tok_per_sec", "avg_latency_ms"}
 _MAX_STEP_DIGITS = 18
 _IS_STEP = re.compile(rf"[0-9]{{1,{_MAX_STEP_DIGITS}}}").fullmatch
 _VALUE_TYPES = {float, str}
 
 
 def _content_of(
-    value: dict[str, JsonValue], where: str, notes: list[str]
+    value: dict[str, JsonValue], where: str
 ) -> tuple[dict[str, Series], Generation | None]:
     """Return the metrics, or the output of an inference program, in the JSON object of a golden.
 
     Args:
         value: Without its provenance.
         where: The file, for messages.
-        notes: Those on the file so far; others are added.
 
     Raises:
         GoldenError: The value is refused, see `read_golden`.
@@ -401,15 +352,14 @@ def _content_of(
             where, "holds no metric ({}), expected an object of metrics; record it again"
         )
     if not blocks:
-        raise GoldenError(where, _explain(value))
+        some = ", ".join(repr(key) for key in sorted(value)[:3])
+        raise GoldenError(where, f"no metric block with 'values' in it, found {some}; no golden")
     metrics: dict[str, Series] = {}
     for name, other in value.items():
         block = blocks.get(name)
         if block is not None:
-            metrics[name] = _parse_block(block, name, where, notes)
-        elif isinstance(other, int | float):
-            notes.append(f"{name!r} is one number, not a metric; ignored")
-        else:
+            metrics[name] = _parse_block(block, name, where)
+        elif not isinstance(other, int | float):  # one number is no metric
             raise GoldenError(where, f"{name!r} is no metric block: it has no 'values'")
     return metrics, None
 
@@ -437,26 +387,7 @@ def shortest(value: float) -> float:
     return value
 
 
-def _explain(value: Mapping[str, JsonValue]) -> str:
-    """Return the error for a file without any metric block."""
-    if is_baseline(value):
-        return "performance baseline, not a golden; it has no curve to compare"
-    some = ", ".join(repr(key) for key in sorted(value)[:3])
-    return f"no metric block with 'values' in it, found {some}; this is not a golden"
-
-
-def is_baseline(value: Mapping[str, JsonValue]) -> bool:
-    """Return True for the numbers of a performance test: by case, or by platform too.
-
-    Source: Megatron-LM's `baseline_values.json` of its performance tests, d98e8a64dd.
-    """
-    nested = [v for v in value.values() if isinstance(v, dict)]
-    inner = [v for n in nested for v in n.values() if isinstance(v, dict)]
-    keys = {key for v in nested for key in v}
-    return bool((keys | {key for v in inner for key in v}) & _BASELINE_KEYS)
-
-
-def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: list[str]) -> Series:
+def _parse_block(block: Mapping[str, JsonValue], name: str, where: str) -> Series:
     """Return the series of a metric's block."""
     raw = block["values"]
     for key in ("start_step", "end_step", "step_interval"):
@@ -469,7 +400,6 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
     elif isinstance(raw, list):
         start = _number(block, "start_step", name, where)
         interval = _number(block, "step_interval", name, where)
-        notes.append(f"{name}: a list of values, read as steps {start}, {start + interval}, ...")
         values = {
             start + i * interval: _value(v, name, str(start + i * interval), where)
             for i, v in enumerate(raw)
@@ -478,10 +408,8 @@ def _parse_block(block: Mapping[str, JsonValue], name: str, where: str, notes: l
         raise GoldenError(where, f"{name}: 'values' is {_shown(raw)}, expected step to number")
     values |= _parse_non_finite(block.get("non_finite", {}), name, where)
     precision = block.get("value_precision")
-    if not isinstance(precision, str | None):
-        raise GoldenError(where, f"{name}: 'value_precision' is {_shown(precision)}, expected text")
-    if precision not in {None, "full"}:
-        notes.append(f"{name}: unknown value_precision {precision!r}, read as five decimals")
+    if precision not in (None, "full"):
+        raise GoldenError(where, f"{name}: 'value_precision' is {_shown(precision)}, expected full")
     return series_of(values, is_full_precision=precision == "full")
 
 

@@ -27,7 +27,6 @@ class MetricFormat(Enum):
     JSONL = "jsonl"
     CSV = "csv"
     TRAINER_STATE = "trainer_state"
-    WANDB = "wandb"
     PRINTED = "printed"
 
 
@@ -37,7 +36,6 @@ PATHS: Mapping[MetricFormat, str] = {
     MetricFormat.JSONL: "**/*.jsonl",
     MetricFormat.CSV: "**/metrics.csv",
     MetricFormat.TRAINER_STATE: "**/trainer_state.json",
-    MetricFormat.WANDB: "**/*.wandb",
 }
 
 

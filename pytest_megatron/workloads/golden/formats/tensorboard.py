@@ -208,8 +208,6 @@ _NUM_HEADER_BYTES = 12
 _NUM_CRC_BYTES = 4
 _STEP_AT = STEP_KEY_AT + 1
 _SCALARS: TypeAlias = dict[str, dict[int, float]]
-# Their number in a file, and the byte offset of a last one that was not written to its end.
-_Records: TypeAlias = tuple[int, int | None]
 
 
 def find_event_files(path: Path) -> list[Path]:
@@ -227,7 +225,7 @@ def read_tensorboard(path: Path) -> Observed:
     The files of one directory belong to one attempt: give the directory of that attempt. A step
     may be there more than once, as where all ranks write; where its values differ the first is
     read, and the metric is among the disagreements. A last record that was not written to its end
-    is dropped with a note. Values are float32 widened to float, not rounded.
+    is dropped. Values are float32 widened to float, not rounded.
 
     Raises:
         MetricsError: There is no event file or no scalar, a file cannot be read, or a record in
@@ -238,52 +236,35 @@ def read_tensorboard(path: Path) -> Observed:
         raise MetricsError(
             str(path), f"no metrics: no file {_PATTERN!r} here or below; did the training start?"
         )
-    curves, files = read_event_files(paths)
+    curves = read_event_files(paths)
     if not len(curves):
-        num_records = sum(number for number, _ in files.values())
-        raise MetricsError(
-            str(path),
-            f"no metrics: {len(files)} event file(s) with {num_records} records and no scalar",
-        )
-    return Observed(
-        metrics=curves.metrics,
-        notes=tuple(
-            f"{file}: the last record, at byte {torn_at}, is torn; dropped"
-            for file, (_, torn_at) in files.items()
-            if torn_at is not None
-        ),
-        disagreements=curves.disagreements,
-    )
+        raise MetricsError(str(path), f"no metrics: {len(paths)} event file(s) without a scalar")
+    return Observed(metrics=curves.metrics, disagreements=curves.disagreements)
 
 
-def read_event_files(paths: Iterable[Path]) -> tuple[Curves, dict[str, _Records]]:
-    """Read every scalar of some event files, as `read_tensorboard` does.
-
-    Returns:
-        Them, and for each file the number of records and the offset of a torn last one.
+def read_event_files(paths: Iterable[Path]) -> Curves:
+    """Return every scalar of some event files, as `read_tensorboard` does.
 
     Raises:
         MetricsError: A file cannot be read, or is damaged.
     """
-    found = {str(path): _read_file(path) for path in paths}
-    parts = {where: curves for where, (curves, _) in found.items()}
-    return joined(parts), {path: records for path, (_, records) in found.items()}
+    return joined({str(path): _read_file(path) for path in paths})
 
 
-def _read_file(path: Path) -> tuple[Curves, _Records]:
-    """Read the scalars of an event file."""
+def _read_file(path: Path) -> Curves:
+    """Return the scalars of an event file."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise MetricsError(str(path), f"cannot be read: {error.strerror}") from error
     scalars: _SCALARS = {}
     odd: Disagreements = {}
-    records = _scan(data, scalars, odd, str(path))
-    return Curves.of(scalars, odd), records
+    _scan(data, scalars, odd, str(path))
+    return Curves.of(scalars, odd)
 
 
-def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> _Records:
-    """Walk the records of `data` into `scalars`; return their number and the offset of a torn one.
+def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> None:
+    """Walk the records of `data` into `scalars`, up to a last one that is torn.
 
     This is the hot loop of reading: one dictionary look-up for the length, one for the kind of
     event, one for the step, no function call but the float's.
@@ -291,18 +272,18 @@ def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> _Re
     lengths: dict[bytes, int] = {}
     kinds: dict[bytes, dict[int, float]] = {}
     unpack_float = _FLOAT.unpack_from
-    at, size, num_records = 0, len(data), 0
+    at, size = 0, len(data)
     while at < size:
         start = at + _NUM_HEADER_BYTES
         header = data[at:start]
         length = lengths.get(header)
         if length is None:
             if len(header) < _NUM_HEADER_BYTES:
-                return num_records, at
+                return
             length = lengths[header] = _checked_length(header, f"{where}: byte {at}")
         end = start + length
         if end + _NUM_CRC_BYTES > size:
-            return num_records, at
+            return
         head = start + _STEP_AT
         if length > _STEP_AT and data[start] == WALL_TIME_KEY and data[head - 1] == STEP_KEY:
             step = data[head]
@@ -317,9 +298,7 @@ def _scan(data: bytes, scalars: _SCALARS, odd: Disagreements, where: str) -> _Re
         elif values.setdefault(step, value := unpack_float(data, end - 4)[0]) != value:
             name = next(name for name, known in scalars.items() if known is values)
             _note_if_other(odd, name, step, value, values[step], f"{where}: byte {at}")
-        num_records += 1
         at = end + _NUM_CRC_BYTES
-    return num_records, None
 
 
 def _rest_of_varint(data: bytes, value: int, at: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from pytest_megatron.runs.layout import PhaseDirs
 from pytest_megatron.workloads.commands.by_hand import RunByHand
 from pytest_megatron.workloads.commands.found import MetricSearch, length_of
 from pytest_megatron.workloads.commands.record import choose
-from pytest_megatron.workloads.golden.formats.rows import PrintedReader
+from pytest_megatron.workloads.golden.formats.rows import read_printed
 from pytest_megatron.workloads.recipe.metrics import parse_source
 
 
@@ -117,7 +117,7 @@ def test_lines_of_a_training_and_of_its_tests_are_metrics_of_their_own(
     assert {s.values[0] for n, s in place.metrics.items() if n in losses} <= {3.0, 2.0}
     row = parse_source(place.keys, place.names)
     assert row.lines is not None
-    read = PrintedReader(row.lines).read([tmp_path / "logs" / "launcher.log"]).metrics
+    read = read_printed(row.lines, [tmp_path / "logs" / "launcher.log"]).metrics
     assert {name: read[name].values for name in losses} == {
         name: place.metrics[name].values for name in losses
     }

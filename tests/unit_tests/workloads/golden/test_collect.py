@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from pytest_megatron.workloads.golden.collect import (
     newest,
     read_measured,
 )
-from pytest_megatron.workloads.golden.formats import rows
-from pytest_megatron.workloads.golden.formats.rows import FileLine, FilePlace, lines_of
 from pytest_megatron.workloads.golden.model import series_of
 from pytest_megatron.workloads.recipe.metrics import MetricSource, parse_source
 from pytest_megatron.workloads.verdict.attempt import measured_in
@@ -153,53 +150,6 @@ def test_ranks_that_write_into_the_directory_of_the_phase_have_to_agree(
             assert found["lm loss"].values == (3.5,)
     with pytest.raises(MetricsError, match=r"step 1 has two values of 'lm.loss', 3\.75 here"):
         measured_in(dirs, is_rl=is_rl, names=("lm loss",))
-
-
-def test_the_first_rank_that_prints_shows_how_far_it_is(tmp_path: Path) -> None:
-    collected, dirs = collector(PRINTED, tmp_path)
-    dirs.launcher_log.write_text("iter 0: loss 9.0\n")
-    collected.refresh()
-    assert read_measured(dirs).metrics["loss"].values == (9.0,)
-    for rank, text in ((0, "hello\n"), (1, "iter 0: loss 4.0\n"), (2, "iter 0: loss 5.0\n")):
-        log = dirs.logs / "none_x" / "attempt_0" / str(rank) / "stdout.log"
-        log.parent.mkdir(parents=True)
-        log.write_text(text)
-    collected.refresh()
-    assert read_measured(dirs).metrics["loss"].values == (4.0,)
-
-
-@pytest.mark.parametrize(
-    ("form", "lines"),
-    [
-        ("csv", ["step,loss\n", "1,4.0\n", "2,3.0\n", "3,2.0\n"]),
-        ("jsonl", ["\n", *(f'{{"step": {n}, "loss": {5.0 - n}}}\n' for n in (1, 2, 3))]),
-    ],
-)
-def test_a_file_that_grows_is_read_on_where_reading_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, lines: list[str]
-) -> None:
-    source = parse_source({"source": form, "path": "log"}, ("loss",))
-    collected, dirs = collector(source, tmp_path)
-    starts: list[int] = []
-
-    def noted(path: Path, start: int = 0, place: FilePlace | None = None) -> Iterator[FileLine]:
-        starts.append(start if place is None else place.at)
-        return lines_of(path, start, place)
-
-    monkeypatch.setattr(rows, "lines_of", noted)
-    log = tmp_path / "log"
-    half = lines[2][:3]
-    log.write_text(lines[0] + lines[1] + half)
-    collected.refresh()
-    assert dict(read_measured(dirs).metrics["loss"].items()) == {1: 4.0}
-    log.write_text("".join(lines))
-    collected.refresh()
-    assert dict(read_measured(dirs).metrics["loss"].items()) == {1: 4.0, 2: 3.0, 3: 2.0}
-    assert len(lines[0] + lines[1]) in starts
-    log.write_text(lines[0] + lines[1].replace("4", "9") + lines[2] + lines[3])  # written anew
-    collected.refresh()
-    assert read_measured(dirs).metrics["loss"].values[0] == 9.0
-    assert starts.count(0) >= 2
 
 
 def test_printed_lines_that_are_counted_are_counted_once(tmp_path: Path) -> None:

@@ -104,9 +104,9 @@ def test_sound_goldens_have_no_finding(tree: Tree) -> None:
         pytest.param("", "golden-unreadable: empty file (0 bytes), ", id="no byte"),
         pytest.param("{}", "golden-unreadable: holds no metric ({}), ", id="empty object"),
         pytest.param("[1]", "golden-unreadable: holds a JSON list of 1, ", id="list"),
-        pytest.param('{"a": 1}\n{"a": 2}', "golden-unreadable: JSON lines (2 values", id="lines"),
+        pytest.param('{"a": 1}\n{"a": 2}', "golden-unreadable: not JSON: extra data", id="lines"),
         pytest.param(
-            '{"c": {"forward_ms": 1.0}}', "golden-unreadable: performance baseline", id="baseline"
+            '{"c": {"forward_ms": 1.0}}', "golden-unreadable: no metric block", id="baseline"
         ),
         pytest.param(
             '{"lm loss": {"start_step": 1, "end_step": 1, "step_interval": 1, "values": {}}}',

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
 
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.workloads.golden import formats
-from pytest_megatron.workloads.golden.formats.curves import Curves
 from pytest_megatron.workloads.golden.formats.rows import (
-    PrintedReader,
-    RowReader,
     find_disagreement,
+    read_printed,
+    read_rows,
     rows_of,
 )
 from pytest_megatron.workloads.golden.model import refuse_disagreements, series_of
@@ -23,7 +20,7 @@ SAMPLES = Path(__file__).with_name("samples")
 
 
 def read(path: Path, form: MetricFormat, step: str | None = None) -> dict[str, dict[int, object]]:
-    metrics = RowReader(step).read(rows_of(path, form)).metrics
+    metrics = read_rows(rows_of(path, form), step).metrics
     return {name: dict(series.items()) for name, series in metrics.items()}
 
 
@@ -49,31 +46,9 @@ def test_lightnings_csv_has_empty_cells_and_values_once_an_epoch(release: str) -
     assert found["train/loss"][3] == 1.0553274154663086
 
 
-@pytest.mark.parametrize("release", ["0.18", "0.31"])
-def test_wandbs_offline_run_is_zero_based_and_may_have_nan(release: str) -> None:
-    found = read(SAMPLES / f"wandb-{release}.wandb", MetricFormat.WANDB)
-    assert found["train/loss"][0] == 5.0
-    assert math.isnan(float(str(found["train/loss"][12])))
-    assert found["eval/loss"] == {3: 1.5, 7: 0.75, 11: 0.5}
-
-
-def test_a_torn_wandb_file_ends_at_its_last_record_and_a_damaged_one_is_refused(
-    tmp_path: Path,
-) -> None:
-    data = (SAMPLES / "wandb-0.31.wandb").read_bytes()
-    torn, damaged = tmp_path / "torn.wandb", tmp_path / "damaged.wandb"
-    torn.write_bytes(data[:-10])
-    assert list(read(torn, MetricFormat.WANDB)["train/loss"]) == list(range(12))
-    damaged.write_bytes(data[:40] + b"\0" + data[41:])
-    with pytest.raises(MetricsError, match="damaged wandb file"):
-        read(damaged, MetricFormat.WANDB)
-    with pytest.raises(MetricsError, match="is no file of wandb"):
-        read(written(tmp_path / "x.wandb", "step,loss\n"), MetricFormat.WANDB)
-
-
 @pytest.mark.parametrize("release", ["4.49", "5.24"])
 def test_printed_dicts_of_the_trainer_are_counted_name_by_name(release: str) -> None:
-    found = PrintedReader(READY["hf_trainer"]).read([SAMPLES / f"hf_trainer-{release}.log"]).metrics
+    found = read_printed(READY["hf_trainer"], [SAMPLES / f"hf_trainer-{release}.log"]).metrics
     assert found["loss"].steps == (1, 2, 3, 4, 5)
     assert found["loss"].values[0] == pytest.approx(3.912, abs=1e-3)
     assert found["eval_loss"].steps == (1, 2)
@@ -221,7 +196,7 @@ def test_a_cell_of_a_table_belongs_to_the_header_above_it(
     tmp_path: Path, text: str, start: int, loss: dict[int, float]
 ) -> None:
     path = written(tmp_path / "log.csv", text)
-    found = RowReader(None).read(rows_of(path, MetricFormat.CSV, start))
+    found = read_rows(rows_of(path, MetricFormat.CSV, start), None)
     assert dict(found.metrics["loss"].items()) == loss
 
 
@@ -244,18 +219,18 @@ def test_the_last_line_counts_only_if_it_has_its_end(tmp_path: Path) -> None:
         "loss": {1: 2.5}
     }
     log = written(tmp_path / "log", "iter 1: loss 2.5\niter 2: loss 2.")
-    assert dict(PrintedReader(READY["nanogpt"]).read([log]).metrics["loss"].items()) == {1: 2.5}
+    assert dict(read_printed(READY["nanogpt"], [log]).metrics["loss"].items()) == {1: 2.5}
 
 
 def test_what_a_progress_bar_shows_on_its_way_does_not_count(tmp_path: Path) -> None:
     log = written(tmp_path / "log", " 10%|# | loss 9.0\r 20%|## | loss 8.0\r{'loss': 2.5}\n")
     bar = LinePattern(values=r"loss\S* (?P<loss>[\d.]+)")
-    assert dict(PrintedReader(bar).read([log]).metrics["loss"].items()) == {1: 2.5}
+    assert dict(read_printed(bar, [log]).metrics["loss"].items()) == {1: 2.5}
 
 
 def test_a_metric_that_begins_anew_is_refused_only_if_it_is_compared(tmp_path: Path) -> None:
     text = "".join(f"iter {step}: loss {loss}\n" for step, loss in ((0, 3.0), (1, 2.0), (0, 4.0)))
-    curves = PrintedReader(READY["nanogpt"]).read([written(tmp_path / "log", text)])
+    curves = read_printed(READY["nanogpt"], [written(tmp_path / "log", text)])
     refuse_disagreements(curves.disagreements, ["other"])
     with pytest.raises(MetricsError) as caught:
         refuse_disagreements(curves.disagreements, ["loss"])
@@ -263,19 +238,6 @@ def test_a_metric_that_begins_anew_is_refused_only_if_it_is_compared(tmp_path: P
         f"{tmp_path / 'log'}:3: step 0 has two values of 'loss', 3.0 and, after step 1, 4.0; have "
         "one rank write it, and each training a file of its own, or a resumed one go on counting"
     )
-
-
-def test_a_long_metric_is_thinned_and_keeps_what_is_not_finite(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(formats.curves, "MOST_STEPS", 100)
-    curves = Curves()
-    for step in range(1, 1001):
-        curves.add("loss", step, math.nan if step == 777 else float(step), "log")
-    series = curves.metrics["loss"]
-    assert 50 <= len(series) <= 102
-    assert math.isnan(float(series.at(777) or 0.0))
-    assert curves.notes == ["loss: too long to keep, every 16th step is"]
 
 
 def test_sources_disagree_where_their_float32_differ() -> None:

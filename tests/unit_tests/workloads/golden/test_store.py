@@ -48,7 +48,7 @@ def test_a_golden_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     write_golden(path, {"num-zeros": series_of({1: 5.0}), "lm loss": LOSS}, provenance)
     golden = read_golden(path)
-    assert (golden.path, golden.provenance, golden.notes) == (str(path), provenance, ())
+    assert (golden.path, golden.provenance) == (str(path), provenance)
     assert list(golden.metrics) == ["lm loss", "num-zeros"]
     assert list(json.loads(path.read_text())) == ["lm loss", "num-zeros", "_provenance"]
 

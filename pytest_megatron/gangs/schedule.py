@@ -59,10 +59,6 @@ class Schedule:
         """Return whether a test was not assigned yet."""
         return index in self._waiting
 
-    def has_more(self, spec: GangSpec) -> bool:
-        """Return whether tests of a spec wait that are planned for no gang."""
-        return bool(self._chunks.get(spec))
-
     def planned(self, gang: int, spec: GangSpec) -> int:
         """Return the test that is planned next for a gang, `NOTHING` or `UNKNOWN`."""
         if gang in self._planned:

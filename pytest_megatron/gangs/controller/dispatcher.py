@@ -286,7 +286,7 @@ class Dispatcher:
         return self._index[nextitem] if self._specs.get(nextitem) == gang.spec else UNKNOWN
 
     def _is_free(self, gang: Gang) -> bool:
-        is_busy = any(r.gang is gang for r in self._running.values()) or self._pool.is_spare(gang)
+        is_busy = any(r.gang is gang for r in self._running.values())
         return not is_busy and gang.lifecycle.state in (GangState.IDLE, GangState.STARTING)
 
     def _send_ahead(self, gang: Gang) -> None:
@@ -322,8 +322,6 @@ class Dispatcher:
         run = self._prepare(gang, index, next_index)
         self._pool.supervisor.assign(gang, run, limit_s=self._limits[self._items[index]])
         self._take_ends(gang)
-        if gang.spec.is_isolated and self._schedule.has_more(gang.spec):
-            self._pool.start_ahead(gang.spec)
 
     def _prepare(self, gang: Gang, index: int, next_index: int, after: int = 0) -> Run:
         """Record an execution of a gang, and return the message for its ranks."""

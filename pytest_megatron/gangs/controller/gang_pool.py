@@ -125,7 +125,6 @@ class GangPool:
         self._run = run
         self.gangs: dict[int, Gang] = {}
         self._num_gangs = 0
-        self._spares: dict[GangSpec, Gang] = {}
         self.tee = Tee(config, options, is_worker=run.is_worker)
         self._console = Console(config, options.pdb_rank, is_refusing=run.is_worker)
         self.leases = Leases(partial(write_line, config))
@@ -265,27 +264,9 @@ class GangPool:
         """True if it was shut down."""
         return self._supervisor is None
 
-    def start_ahead(self, spec: GangSpec) -> None:
-        """Start the gang that `start` will return next, while others run.
-
-        Only on the CPU of this node, where that is a fork and needs no devices.
-        """
-        is_plain = self.per_rank is None and self.leader is None and spec.device == "cpu"
-        if is_plain and spec not in self._spares and self.supervisor.agents.has(0):
-            gang = self._spares[spec] = self._make(spec, None)
-            self.tee.follow(gang)
-            self.supervisor.start(gang)
-
-    def is_spare(self, gang: Gang) -> bool:
-        """Return whether a gang was started ahead and is not in use."""
-        return self._spares.get(gang.spec) is gang
-
     def start(self, spec: GangSpec) -> Gang | None:
         """Start a gang; return None while its devices are leased, or its ranks still collect."""
         supervisor, per_rank = self.supervisor, self.per_rank
-        spare = self._spares.pop(spec, None)
-        if spare is not None and spare.lifecycle.state in (GangState.STARTING, GangState.IDLE):
-            return spare
         if self._template is not None:
             self._template.wait()
         lease = None
@@ -376,7 +357,7 @@ class GangPool:
         return counts
 
     def _present(self) -> list[Gang]:
-        return [g for g in self.gangs.values() if not has_left(g) and not self.is_spare(g)]
+        return [g for g in self.gangs.values() if not has_left(g)]
 
     def pump(self) -> None:
         """Handle messages of ranks until there is news; copy their output."""
@@ -387,8 +368,6 @@ class GangPool:
     def forget(self, gang: Gang) -> None:
         """Remove a gang that is gone, and release its devices."""
         del self.gangs[gang.number]
-        if self.is_spare(gang):
-            del self._spares[gang.spec]
         self.tee.forget(gang)
         self.leases.release(gang.number)
         if self.per_rank is not None:
@@ -422,7 +401,6 @@ class GangPool:
         supervisor, self._supervisor = self.supervisor, None
         self.leases.close()
         self.gangs.clear()
-        self._spares.clear()
         supervisor.stop()
         if self.rank_configs.coverage:  # its processes write their data at their end
             self.wait_for_end()

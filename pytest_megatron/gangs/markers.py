@@ -26,7 +26,6 @@ _LINES = (
     "world_size(n, ...): run on a gang of n ranks; several numbers parametrise",
     "controller: run in the pytest process that was started, on no gang",
     "isolated: run on a gang of fresh processes that runs nothing else",
-    "rerun_transient(n): rerun a test on a gang up to n times after a transient failure",
     "quarantine(reason, until): a failure does not fail the run up to that day, '2026-12-31'",
 )
 
@@ -93,7 +92,6 @@ def spec_of(
             )
     if item.get_closest_marker("controller") is not None:
         return None
-    num_reruns_of(item, 0)  # a wrong mark is an error before anything runs
     mark = item.get_closest_marker("world_size")
     is_isolated = item.get_closest_marker("isolated") is not None
     size = default_size
@@ -107,24 +105,6 @@ def spec_of(
 
     device = device_of(options, size, room)
     return GangSpec(world_size=size, device=device, is_isolated=is_isolated)
-
-
-def num_reruns_of(item: pytest.Item, default: int) -> int:
-    """Return the number of reruns after transient failures: the marker wins.
-
-    Raises:
-        pytest.UsageError: The mark is wrong.
-    """
-    mark = item.get_closest_marker("rerun_transient")
-    if mark is None:
-        return default
-    number = mark.args[0] if len(mark.args) == 1 and not mark.kwargs else None
-    if type(number) is not int or number < 0:
-        raise pytest.UsageError(
-            f"{item.nodeid}: mark rerun_transient: {_arguments_of(mark)} is given, "
-            f"expected one number of reruns from 0 on"
-        )
-    return number
 
 
 def limit_of(item: pytest.Item, options: Options) -> float:

@@ -16,7 +16,6 @@ from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
 from pytest_megatron.gangs.lifecycle import GangState
-from pytest_megatron.gangs.markers import num_reruns_of
 from pytest_megatron.gangs.merge import merge, merge_late
 from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
@@ -106,7 +105,7 @@ class Dispatcher:
         self._is_claiming = False  # room is being made for a test outside of the schedule
         option = session.config.option
         # Ranks that are copied live are copied under the name of the test that they run.
-        self._may_send_ahead = not pool.tee.is_on and not any(
+        self._may_send_ahead = not (pool.tee.is_on or self._num_reruns) and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
         self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
@@ -307,8 +306,7 @@ class Dispatcher:
                 break
             index, next_index = taken
             item = self._items[index]
-            is_long = len(item.nodeid) > _LONGEST_AHEAD
-            if is_long or num_reruns_of(item, self._num_reruns):
+            if len(item.nodeid) > _LONGEST_AHEAD:
                 self._schedule.put_back(gang.number, index)
                 break
             run = self._prepare(gang, index, next_index, after)
@@ -329,7 +327,7 @@ class Dispatcher:
         item = self._items[index]
         maxfail = item.config.option.maxfail
         log_starts: list[int | None] = [None] * len(gang.configs)
-        if num_reruns_of(item, self._num_reruns):
+        if self._num_reruns:
             log_starts = [file_size(Path(c.log_dir, "stderr.log")) for c in gang.configs]
         before = self._last.get(gang.number)
         self._running[self._num_runs] = _Running(gang, item, before, log_starts)

@@ -43,7 +43,6 @@ from pytest_megatron.gangs.controller.results import add_way_back
 from pytest_megatron.gangs.controller.testmon import add_lines, recorded_by_ranks
 from pytest_megatron.gangs.markers import (
     limit_of,
-    num_reruns_of,
     spec_of,
 )
 from pytest_megatron.gangs.merge import reported
@@ -434,7 +433,7 @@ class GangPlugin(RecordCarrier):
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
         """Return the transient cause for which a test that failed may run again, or None."""
-        if len(self._reruns[item]) >= num_reruns_of(item, self._options.num_transient_reruns):
+        if len(self._reruns[item]) >= self._options.num_transient_reruns:
             return None
         end = self._open_dispatcher.ended[item]
         # Of a rank that was killed by SIGKILL there is nothing about it.

@@ -280,8 +280,6 @@ class GangPool:
         gang = self._make(spec, lease)
         self.tee.follow(gang)
         if per_rank is None:
-            if self.leader is not None:
-                gang.missing = self.leader.missing(gang.configs)
             supervisor.start(gang)
             return gang
         gang.missing = per_rank.missing(spec.world_size)

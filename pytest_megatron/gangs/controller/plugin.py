@@ -329,10 +329,8 @@ class GangPlugin(RecordCarrier):
 
     def _fail_extra(self, session: pytest.Session) -> None:
         """Fail tests that only some ranks have, under their own names."""
-        pool = self._open_pool
-        extra = {} if pool.per_rank is None else pool.per_rank.extra()
-        if pool.leader is not None:
-            extra = {**extra, **pool.leader.extra()}
+        per_rank = self._open_pool.per_rank
+        extra = {} if per_rank is None else per_rank.extra()
         for node_id, reason in extra.items():
             item = make_extra_item(session, node_id, reason)
             session.items.append(item)

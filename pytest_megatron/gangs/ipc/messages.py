@@ -42,13 +42,9 @@ class Joined:
 
     Attributes:
         problem: Reason why it cannot join, or "".
-        missing: Node ids that only node 0 collected.
-        extra: Node ids that only this node collected.
     """
 
     problem: str = ""
-    missing: tuple[str, ...] = ()
-    extra: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

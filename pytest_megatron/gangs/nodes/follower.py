@@ -99,6 +99,9 @@ class FollowerPlugin:
             what = f"{counted(num_errors, 'error')} while it collected"
             channel.send(Joined(problem=f"{what} {', '.join(self._failed)}; see its output"))
             return None
+        if problem := _difference(session, welcome):
+            channel.send(Joined(problem=problem))
+            raise pytest.UsageError(problem)
         self._follow(session, channel, welcome, key)
         return True
 
@@ -196,7 +199,7 @@ class FollowerPlugin:
         connection = self._call(key, "agent", MEETING_S)
         end = start(session, connection, welcome)
         try:
-            channel.send(_compare(session, welcome))
+            channel.send(Joined())
             self._wait(session, channel)
         finally:
             with contextlib.suppress(OSError):  # the agent has ended
@@ -213,6 +216,7 @@ class FollowerPlugin:
         with contextlib.suppress(Exception):  # ranks that load it report the error
             load(modules_to_load(session))
         own = {item.nodeid: item for item in session.items}
+        session.items = [own[node_id] for node_id in welcome.node_ids]  # found by index
         context = RankContext(
             session=session,
             random_state=state_if_seeded(self._random_before),
@@ -229,7 +233,6 @@ class FollowerPlugin:
             context=context,
             coverage={},
             coverage_file="",
-            items=tuple(own.get(node_id) for node_id in welcome.node_ids),
             session_end=session_end,
             forget=forget,
         )
@@ -280,13 +283,14 @@ class FollowerPlugin:
         )
 
 
-def _compare(session: pytest.Session, welcome: Welcome) -> Joined:
-    """Compare this node's tests with node 0's, unless ranks collect for themselves."""
-    if welcome.is_collecting:
-        return Joined()
-    own = [item.nodeid for item in session.items]
-    theirs, known = set(welcome.node_ids), set(own)
-    return Joined(
-        missing=tuple(node_id for node_id in welcome.node_ids if node_id not in known),
-        extra=tuple(node_id for node_id in own if node_id not in theirs),
+def _difference(session: pytest.Session, welcome: Welcome) -> str:
+    """Return how the tests of this node differ from node 0's; ranks may collect for themselves."""
+    own = {item.nodeid for item in session.items}
+    found = sorted(own.symmetric_difference(welcome.node_ids))
+    if welcome.is_collecting or not found:
+        return ""
+    where = "this node" if found[0] in own else "node 0"
+    return (
+        f"{counted(len(found), 'test')} of one node only: {found[0]} is collected by {where} alone; "
+        f"give every node the same files and options"
     )

@@ -17,7 +17,6 @@ from pytest_megatron.gangs.controller.other_plugins import write_once
 from pytest_megatron.gangs.ipc.channel import Channel, Frame, Listener, listen_on
 from pytest_megatron.gangs.ipc.messages import (
     Joined,
-    RankConfig,
     Register,
     SessionEnded,
     Welcome,
@@ -76,7 +75,7 @@ class Leader:
         self._supervisor = supervisor
         self._welcome = welcome
         self._stop = ""
-        self._joined: dict[int, Joined] = {}
+        self._joined: set[int] = set()
         self._refused: list[str] = []
         self._has_wrong_key = False
         self._channels: dict[int, Channel] = {}  # to the sessions of other nodes
@@ -105,26 +104,6 @@ class Leader:
                     BROKEN,
                 )
             self._supervisor.pump(RETRY_S)
-
-    def missing(self, rank_configs: Sequence[RankConfig]) -> dict[int, dict[str, str]]:
-        """Return rank -> node id -> reason why the rank lacks the test."""
-        joined = self._joined
-        return {
-            rank_config.rank: dict.fromkeys(
-                joined[rank_config.node_rank].missing,
-                f"has no such test: node {rank_config.node_rank} did not collect it",
-            )
-            for rank_config in rank_configs
-            if rank_config.node_rank in joined and joined[rank_config.node_rank].missing
-        }
-
-    def extra(self) -> dict[str, str]:
-        """Return node id -> message, for tests that node 0 did not collect."""
-        return {
-            node_id: f"collected by node {node_rank}, not by node 0"
-            for node_rank, joined in self._joined.items()
-            for node_id in joined.extra
-        }
 
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Record the reason of the session's end."""
@@ -163,12 +142,12 @@ class Leader:
         """Read the messages of another node's session."""
         for message in channel.drain():
             if isinstance(message, Joined) and not message.problem:
-                self._joined[node_rank] = message
+                self._joined.add(node_rank)
             elif isinstance(message, Joined):
                 self._refused.append(f"node {node_rank}: {message.problem}")
         if channel.is_closed:
             del self._channels[node_rank]
-            self._joined.pop(node_rank, None)
+            self._joined.discard(node_rank)
             self._supervisor.calls.drop(channel)
 
     def _is_there(self, node_rank: int) -> bool:

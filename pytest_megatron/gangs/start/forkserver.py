@@ -12,9 +12,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
-
-import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
@@ -39,8 +36,6 @@ class SessionTemplate:
         coverage: What the template itself measures, see `RankConfig`.
         coverage_file: Data file of the coverage.
         forget: Closes descriptors of the session.
-        items: On other nodes than 0, the items that node 0 collected, by index; None where this
-            node has no such item.
         session_end: Descriptor that is readable when the session of this node has ended; on node 0
             the connection closes instead.
         loads: Modules that it loads first; if one cannot be loaded, it exits.
@@ -50,7 +45,6 @@ class SessionTemplate:
     coverage: Mapping[str, JsonValue]
     coverage_file: str
     forget: Callable[[], None]
-    items: tuple[pytest.Item | None, ...] | None = None
     session_end: int | None = None
     loads: tuple[str, ...] = ()
 
@@ -78,8 +72,6 @@ class SessionTemplate:
         """Import what ranks need, then fork ranks until the controller is gone."""
         context = self.context
         measurement = measure.start(self.coverage, self.coverage_file)
-        if self.items is not None:
-            context.session.items = cast("list[pytest.Item]", list(self.items))
         try:
             load(self.loads)
         except Exception:  # noqa: BLE001 - ranks that load it report the error

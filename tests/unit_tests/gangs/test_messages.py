@@ -100,7 +100,7 @@ MESSAGES: tuple[Message, ...] = (
         node_ids=("test_a.py::test_1",),
         is_collecting=True,
     ),
-    Joined(problem="1 error during collection", missing=("a",), extra=("b",)),
+    Joined(problem="1 error during collection"),
     SessionEnded(exit_code=2, text="KeyboardInterrupt"),
     BecomeRank(content="{}"),
 )

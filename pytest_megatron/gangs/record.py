@@ -178,14 +178,6 @@ def no_limit_line(source: str) -> str:
     return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
 
 
-def unused_nodes_line(num_nodes: int) -> str:
-    """Return the command that starts a session on all nodes of a Slurm allocation."""
-    return (
-        f"megatron: this allocation has {num_nodes} nodes, and the session uses this host only; "
-        f"for all: srun --ntasks={num_nodes} --ntasks-per-node=1 pytest ..."
-    )
-
-
 def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     """Return a line for each kind of gang with its number of tests.
 

@@ -17,9 +17,7 @@ from pytest_megatron.errors import LaunchError
 # Below the range from which the kernel takes ports for connections, above those of services.
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000
 _STEPS_PER_JOB = 31  # apart, so that steps of one job seldom meet
-_NUM_CHOICES, _APART = 4, 3_001
 _SCONTROL_S = 10.0
-_FIRST_SPECIAL_STEP = 0xFFFF_FF00  # batch scripts and interactive shells, in later versions
 _ADDRESS = "NodeAddr="
 
 
@@ -30,7 +28,7 @@ class SlurmStep:
     Attributes:
         name: Unique name of the step, over all clusters.
         host: Slurm's name of node 0.
-        port: Port of node 0, if it is free.
+        port: Port of node 0.
     """
 
     num_nodes: int
@@ -76,28 +74,10 @@ def find_slurm_step(env: Mapping[str, str]) -> SlurmStep | None:
     )
 
 
-def count_unused_nodes(env: Mapping[str, str]) -> int:
-    """Return the number of nodes of an allocation that this process is no step of; 0 for one node.
-
-    That is a shell of `salloc`, or the script of `sbatch` itself.
-    """
-    nodes, step = env.get("SLURM_JOB_NUM_NODES", ""), env.get("SLURM_STEP_ID", "")
-    is_step = step.isdecimal() and int(step) < _FIRST_SPECIAL_STEP
-    return int(nodes) if nodes.isdecimal() and int(nodes) > 1 and not is_step else 0
-
-
 def first_host(hosts: str) -> str:
     """Return the first of Slurm's list of hosts, such as `rack[1-2]node[004-007,9],login`."""
     first = re.split(r",(?![^\[]*\])", hosts, maxsplit=1)[0]
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first)
-
-
-def choose_ports(port: int) -> tuple[int, ...]:
-    """Return ports for node 0 of a step, which listens on the first that is free."""
-    return tuple(
-        _FIRST_PORT + (port - _FIRST_PORT + number * _APART) % _NUM_PORTS
-        for number in range(_NUM_CHOICES)
-    )
 
 
 @cache

@@ -5,7 +5,6 @@ Active only in the controller: records of workers arrive as attributes of report
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import replace
 
@@ -19,7 +18,6 @@ from pytest_megatron.gangs.record import (
     flaky_lines,
     header_line,
     no_limit_line,
-    unused_nodes_line,
 )
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.topology import count_gpus
@@ -28,7 +26,6 @@ from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on
-from pytest_megatron.session.slurm_step import count_unused_nodes
 from pytest_megatron.session.state import RunSession
 from pytest_megatron.session.time_limit import limit_of_session
 
@@ -76,8 +73,6 @@ class GangResults:
         limit = limit_of_session(config, options)
         if not limit.seconds:
             lines.append(no_limit_line(limit.source))
-        if options.num_nodes == 1 and (num_unused := count_unused_nodes(os.environ)):
-            lines.append(unused_nodes_line(num_unused))
         return lines
 
     @pytest.hookimpl(specname="pytest_runtest_logreport", tryfirst=True)

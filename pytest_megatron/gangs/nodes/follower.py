@@ -28,7 +28,7 @@ from pytest_megatron.gangs.nodes.leader import (
     KEY_ADVICE,
     MEETING_S,
     RETRY_S,
-    addresses_of,
+    address_of,
     nodes_of,
 )
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
@@ -48,7 +48,6 @@ from pytest_megatron.session.state import write_line
 FOLLOWER_NAME = "megatron-follower"
 _HOPELESS_S = 20.0  # to connect, for a node with collection errors
 _END_S = 30.0  # for node 0 to print its summary
-_WRONG_KEY_S = 20.0  # to connect, if another session listens: node 0 may start on another port
 
 
 class FollowerPlugin:
@@ -138,22 +137,19 @@ class FollowerPlugin:
         options = self._options
         registration = Register(role=role, node_rank=options.node_rank)
         started = time.monotonic()
-        wrong_key_s = _WRONG_KEY_S if options.rdzv_step else 0.0
+        host, port = address_of(options.rdzv_endpoint)
         while True:
-            waited_s, problem = time.monotonic() - started, ""
-            for host, port in addresses_of(options):
-                try:
-                    return connect(f"{host}:{port}", key, registration)
-                except WrongKeyError:
-                    if waited_s >= wrong_key_s:
-                        raise pytest.exit.Exception(
-                            f"node 0 at {options.rdzv_endpoint} has another key than this node; "
-                            f"{KEY_ADVICE}",
-                            BROKEN,
-                        ) from None
-                except OSError as error:
-                    problem = problem or str(error)
-            if waited_s > limit_s:
+            try:
+                return connect(f"{host}:{port}", key, registration)
+            except WrongKeyError:
+                raise pytest.exit.Exception(
+                    f"node 0 at {options.rdzv_endpoint} has another key than this node; "
+                    f"{KEY_ADVICE}",
+                    BROKEN,
+                ) from None
+            except OSError as error:
+                problem = error
+            if time.monotonic() - started > limit_s:
                 raise pytest.exit.Exception(
                     f"node 0 at {options.rdzv_endpoint} did not answer in {limit_s:g} s "
                     f"({problem}); is its pytest running, and is the port open?",
@@ -291,6 +287,6 @@ def _difference(session: pytest.Session, welcome: Welcome) -> str:
         return ""
     where = "this node" if found[0] in own else "node 0"
     return (
-        f"{counted(len(found), 'test')} of one node only: {found[0]} is collected by {where} alone; "
+        f"{counted(len(found), 'test')} of one node only: {found[0]} is collected by {where}; "
         f"give every node the same files and options"
     )

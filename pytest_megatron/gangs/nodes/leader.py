@@ -25,7 +25,6 @@ from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.session.options import Options
-from pytest_megatron.session.slurm_step import choose_ports
 
 MEETING_S = 300.0  # for every node to start and collect
 RETRY_S = 0.2
@@ -51,13 +50,6 @@ def address_of(endpoint: str) -> tuple[str, int]:
     """Return host and port of `HOST:PORT`."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)
-
-
-def addresses_of(options: Options) -> tuple[tuple[str, int], ...]:
-    """Return hosts and ports of node 0: several for a Slurm step, else one."""
-    host, port = address_of(options.rdzv_endpoint)
-    ports = choose_ports(port) if options.rdzv_step else (port,)
-    return tuple((host, port) for port in ports)
 
 
 class Leader:
@@ -158,17 +150,15 @@ def _listen(options: Options) -> Listener:
     """Listen for the other nodes.
 
     Raises:
-        pytest.UsageError: There is no key, or every port is taken.
+        pytest.UsageError: There is no key, or the port is taken.
     """
-    problem = ""
-    for host, port in addresses_of(options):
-        try:
-            return listen_on(host, port, find_key(os.environ, Path.home(), options.rdzv_step))
-        except LaunchError as error:
-            raise pytest.UsageError(str(error)) from None
-        except OSError as error:
-            problem = problem or str(error.strerror)
-    raise pytest.UsageError(
-        f"--rdzv-endpoint: {options.rdzv_endpoint} cannot be listened on ({problem}); "
-        f"give another port"
-    )
+    host, port = address_of(options.rdzv_endpoint)
+    try:
+        return listen_on(host, port, find_key(os.environ, Path.home(), options.rdzv_step))
+    except LaunchError as error:
+        raise pytest.UsageError(str(error)) from None
+    except OSError as error:
+        raise pytest.UsageError(
+            f"--rdzv-endpoint: {options.rdzv_endpoint} cannot be listened on ({error.strerror}); "
+            f"give another port"
+        ) from None

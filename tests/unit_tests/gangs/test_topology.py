@@ -18,8 +18,6 @@ from pytest_megatron.gangs.topology import (
 )
 from pytest_megatron.session.slurm_step import (
     SlurmStep,
-    choose_ports,
-    count_unused_nodes,
     find_slurm_step,
     first_host,
 )
@@ -170,29 +168,6 @@ def test_nodes_are_those_of_the_step_of_slurm() -> None:
         num_nodes=2, node_rank=1, name="main:1234.5:0", host="gpu07", port=port
     )
     assert find_slurm_step({**STEP, "SLURM_RESTART_COUNT": "1"}) != find_slurm_step(STEP)
-
-
-def test_node_0_has_other_ports_where_somebody_has_its_first() -> None:
-    assert choose_ports(20_001) == (20_001, 23_002, 26_003, 29_004)
-    assert choose_ports(31_999) == (31_999, 23_000, 26_001, 29_002)
-
-
-@pytest.mark.parametrize(
-    ("env", "num_nodes"),
-    [
-        pytest.param({}, 0, id="no-slurm"),
-        pytest.param({"SLURM_JOB_NUM_NODES": "1"}, 0, id="one-node"),
-        pytest.param({"SLURM_JOB_NUM_NODES": "3"}, 3, id="shell-of-salloc"),
-        pytest.param(
-            {"SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_ID": "4294967290"}, 3, id="interactive-step"
-        ),
-        pytest.param({"SLURM_JOB_NUM_NODES": "3", "SLURM_STEP_ID": "0"}, 0, id="step"),
-    ],
-)
-def test_nodes_of_an_allocation_that_nobody_uses_are_counted(
-    env: dict[str, str], num_nodes: int
-) -> None:
-    assert count_unused_nodes(env) == num_nodes
 
 
 @pytest.mark.parametrize(

@@ -202,10 +202,3 @@ def read(terminal: int, wait_s: float) -> bytes:
         return os.read(terminal, 4096) if select.select([terminal], [], [], wait_s)[0] else b""
     except OSError:
         return b""
-
-
-def test_a_shell_of_salloc_is_told_how_to_use_all_nodes(slurm_lab: SlurmLab) -> None:
-    words = ["salloc", "-N3", "pytest", "-p", "megatron", "--ranks=1", "--collect-only", "-q"]
-    said = slurm_lab.ask(*words, "test_suite.py", "--verbose")
-    line = "this allocation has 3 nodes, and the session uses this host only; for all: srun"
-    assert f"{line} --ntasks=3 --ntasks-per-node=1 pytest ..." in said

@@ -327,7 +327,7 @@ def test_nodes_that_collect_different_tests_say_so(tmp_path: Path) -> None:
     cluster.start(0, NODE="0")
     cluster.start(1, NODE="1")
     assert cluster.wait() == [3, 4]
-    problem = "2 tests of one node only: test_suite.py::test_a is collected by node 0 alone; give"
+    problem = "2 tests of one node only: test_suite.py::test_a is collected by node 0; give"
     assert f"node 1: {problem}" in cluster.output(0)
     assert f"ERROR: {problem}" in cluster.output(1)
 

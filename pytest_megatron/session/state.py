@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import functools
 import json
 import os
@@ -70,8 +69,7 @@ class RunSession:
         self.stash = pytest.Stash()
         self.is_open = False
         self._is_ours = False
-        self._lock: int | None = None  # on the run directory
-        self._lock_owner: int | None = None  # a process
+        self._claimed_by: int | None = None  # a process
         self._made_run_dir = False
         if worker is not None:
             self.run_dir = Path(worker[_RUN_DIR_KEY])
@@ -198,28 +196,25 @@ class RunSession:
         self._made_run_dir = not self.run_dir.exists()
         try:
             make_results_dir(self.run_dir)
-            self._lock = os.open(self.run_dir / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            (self.run_dir / _LOCK).touch(exist_ok=False)
+        except FileExistsError:
             raise pytest.UsageError(
-                f"--run-dir: another session runs in {where}; give each its own"
+                f"--run-dir: another session runs in {where}, or was killed there; "
+                f"give each its own"
             ) from None
         except OSError:
-            return  # a file system without locks; who writes there names what else is wrong
-        self._lock_owner = os.getpid()
+            return  # who writes there names what is wrong
+        self._claimed_by = os.getpid()
 
     def release_run_dir(self) -> None:
         """Let go of the run directory; one in which nothing was written goes as well."""
-        if self._lock is None or self._lock_owner != os.getpid():  # a rank has a copy
+        if self._claimed_by != os.getpid():  # a rank has a copy
             return
         (self.run_dir / _LOCK).unlink(missing_ok=True)
-        os.close(self._lock)
-        self._lock = None
-        if not self._made_run_dir or any(self.run_dir.glob("[!.]*")):
-            return
-        with contextlib.suppress(OSError):  # something else is there, or it is gone
+        if self._made_run_dir and not any(self.run_dir.glob("[!.]*")):
             (self.run_dir / ".gitignore").unlink(missing_ok=True)
-            self.run_dir.rmdir()
+            with contextlib.suppress(OSError):  # something else is there, or it is gone
+                self.run_dir.rmdir()
 
     @property
     def has_results(self) -> bool:

@@ -223,8 +223,6 @@ def pytest_collection_modifyitems(
 def pytest_testnodedown(node: WorkerController) -> None:
     """End the session as a worker of pytest-xdist would have, if it found a mark that is wrong.
 
-    Its other messages are written here, as it has no terminal.
-
     Raises:
         pytest.UsageError: It did.
     """
@@ -232,10 +230,6 @@ def pytest_testnodedown(node: WorkerController) -> None:
     problem = output.get(_USAGE_ERROR)
     if problem is not None:
         raise pytest.UsageError(problem)
-    if options.LIMITS_OF_OTHERS in output:
-        from pytest_megatron.gangs.controller.other_plugins import write_once
-
-        write_once(node.config, output[options.LIMITS_OF_OTHERS])
 
 
 def _register_one_process(config: pytest.Config) -> None:

@@ -346,8 +346,6 @@ TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs
 ON_ONE_PROCESS = pytest.StashKey[Iterable[str]]()  # tests of several ranks that passed on one
-# In what a worker of pytest-xdist sends back: lines on what other plugins lack on gangs.
-LIMITS_OF_OTHERS = "megatron_limits_of_others"
 # They change how an item runs or is judged: `run.json` has them, and what runs it again gives them.
 OF_ITEMS = (
     *("fake-ranks", "gang-start", "golden", "golden-policy", "leaks"),

@@ -23,7 +23,6 @@ from pytest_megatron.gangs.controller import testmon
 from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.runs.layout import seed_of_examples
-from pytest_megatron.session.state import write_line
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.ipc.messages import RankConfig
@@ -142,7 +141,6 @@ def _call_plugins(node: RankNode, name: str, arguments: Mapping[str, object]) ->
     manager.subset_hook_caller(name, dropped)(**arguments)
 
 
-_WRITTEN = pytest.StashKey[set[str]]()
 _INLINE_HARMLESS = {"", "disable", "short-report"}
 _ALLURE = "allure_listener"
 _RUN_ID = "TORCHELASTIC_RUN_ID"  # the same for all ranks of a run
@@ -183,15 +181,6 @@ def lines_on_limits(config: pytest.Config, items: Iterable[pytest.Item]) -> list
             f"@pytest.mark.controller runs a test without ranks"
         )
     return lines
-
-
-def write_once(config: pytest.Config, lines: Iterable[str]) -> None:
-    """Write lines to the terminal that no other worker of pytest-xdist has sent before."""
-    reported = config.stash.setdefault(_WRITTEN, set())
-    for line in lines:
-        if line not in reported:
-            write_line(config, line)
-        reported.add(line)
 
 
 def keep_unused_snapshots(config: pytest.Config, items: Iterable[pytest.Item]) -> None:

@@ -59,7 +59,7 @@ from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
 from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
-from pytest_megatron.session.options import LIMITS_OF_OTHERS, WORKLOADS_PLUGIN, Options, has_workers
+from pytest_megatron.session.options import WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.session.run_file import RecordCarrier, put_record
 from pytest_megatron.session.state import IS_WORKLOAD, RunSession, show_no_stacks, write_line
 from pytest_megatron.triage.signatures import Signature
@@ -152,8 +152,6 @@ class GangPlugin(RecordCarrier):
         self._refuse_pdb_rank()
         if not self._config.option.collectonly:
             self._limits_of_others = lines_on_limits(self._config, self._specs)
-            if self._limits_of_others and self._run.is_worker:  # which has no terminal
-                vars(self._config)["workeroutput"][LIMITS_OF_OTHERS] = self._limits_of_others
 
     def spec_of(self, item: pytest.Item) -> GangSpec | None:
         """Return the gang of an item, None for one that runs elsewhere."""

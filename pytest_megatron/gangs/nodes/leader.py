@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.controller.other_plugins import write_once
 from pytest_megatron.gangs.ipc.channel import Channel, Frame, Listener, listen_on
 from pytest_megatron.gangs.ipc.messages import (
     Joined,
@@ -25,6 +24,7 @@ from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.session.options import Options
+from pytest_megatron.session.state import write_line
 
 MEETING_S = 300.0  # for every node to start and collect
 RETRY_S = 0.2
@@ -81,12 +81,12 @@ class Leader:
         Raises:
             pytest.exit.Exception: A node did not connect, or cannot join.
         """
-        deadline = time.monotonic() + MEETING_S
+        deadline, said = time.monotonic() + MEETING_S, ""
         while missing := [n for n in range(1, self._welcome.num_nodes) if not self._is_there(n)]:
             names = ", ".join(map(str, missing))
-            write_once(self._config, [f"node 0 waits at {self._endpoint} for node {names}"])
-            if self._has_wrong_key:
-                write_once(self._config, [f"a node with another key was refused; {KEY_ADVICE}"])
+            if names != said:
+                write_line(self._config, f"node 0 waits at {self._endpoint} for node {names}")
+                said = names
             if self._refused:
                 raise pytest.exit.Exception("; ".join(self._refused), BROKEN)
             if time.monotonic() > deadline:
@@ -110,7 +110,9 @@ class Leader:
             channel.leave()  # they wait for the end of this process
 
     def _on_wrong_key(self) -> None:
-        """Note that a node does not know the key."""
+        """Say once that a node does not know the key."""
+        if not self._has_wrong_key:
+            write_line(self._config, f"a node with another key was refused; {KEY_ADVICE}")
         self._has_wrong_key = True
 
     def _on_register(self, channel: Channel, register: Register, frames: Sequence[Frame]) -> None:

@@ -166,7 +166,7 @@ def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
                     capture_output=True,
                     text=True,
                 )
-                assert "another session runs in run, or was killed there; give each its own" in inner.stderr
+                assert "another session runs in run, or was killed" in inner.stderr
                 assert inner.returncode == 4
         """,
     )

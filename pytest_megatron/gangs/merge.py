@@ -170,7 +170,6 @@ def describe_ranks(words: Mapping[int, str], first: int | None) -> str:
 
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
 _ADDRESS_OF_THREAD = re.compile(r"(?m)^((?:Current t|T)hread) 0x[0-9a-f]+")
-_MOST_OF_A_LINE = 2  # tracebacks
 
 
 def merge(end: RunEnd, world_size: int) -> tuple[Merged, ...]:
@@ -446,7 +445,7 @@ def _first(end: RunEnd, failed: Found) -> int | None:
 def _other_failures(
     failed: Found, first: int | None, words: Mapping[int, str]
 ) -> list[tuple[str, str]]:
-    """Return tracebacks that differ from the headline's, each once, at most two for a source line.
+    """Return tracebacks of other source lines than the headline's, one for each line.
 
     The values of other ranks that fail at the same line are in the block about ranks.
     """
@@ -459,20 +458,13 @@ def _other_failures(
         and (text := _normalise(phase.text)) not in seen
         and not words[rank].endswith("(a consequence)")
     )
-    shown = Counter([] if headline is None else [headline.place])
-    more: dict[str, list[int]] = {}
+    shown = set() if headline is None else {headline.place}
     blocks: list[tuple[str, str]] = []
     for ranks in groups.values():
         phase = failed[ranks[0]]
-        if phase.place is not None and shown[phase.place] >= _MOST_OF_A_LINE:
-            more.setdefault(phase.place[0], []).extend(ranks)
-            continue
-        shown[phase.place] += 1
-        blocks.append((f"failure of {name_ranks(ranks)}", phase.text))
-    blocks += [
-        (f"{len(ranks)} more at the same line", f"{name_ranks(sorted(ranks))}: {place}")
-        for place, ranks in more.items()
-    ]
+        if phase.place is None or phase.place not in shown:
+            shown.add(phase.place)
+            blocks.append((f"failure of {name_ranks(ranks)}", phase.text))
     return blocks
 
 

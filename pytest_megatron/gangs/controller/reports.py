@@ -126,10 +126,11 @@ def warn_again(config: pytest.Config, end: RunEnd) -> None:
 
 
 def _record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> None:
-    """Record a warning that a rank described."""
-    category = _category(data)
+    """Record a warning that a rank described, by a class of the same name."""
+    name, module = str(data["category"]), str(data["module"])
+    category: type[Warning] = type(name, (Warning,), {"__module__": module})
     message = warnings.WarningMessage(
-        message=_with_text(category, str(data["text"])),
+        message=category(str(data["text"])),
         category=category,
         filename=str(data["filename"]),
         lineno=cast("int", data["lineno"]),
@@ -142,27 +143,6 @@ def _record_warning(config: pytest.Config, data: Mapping[str, JsonValue]) -> Non
             "location": tuple(cast("list[str]", data["location"])) if data["location"] else None,
         }
     )
-
-
-def _category(data: Mapping[str, JsonValue]) -> type[Warning]:
-    """Return the class of a warning if the controller has loaded it, else one of the same name."""
-    name = str(data["category"])
-    found = getattr(sys.modules.get(str(data["module"])), name, None)
-    if isinstance(found, type) and issubclass(found, Warning):
-        return found
-    return type(name, (UserWarning,), {"__module__": str(data["module"])})
-
-
-def _with_text(category: type[Warning], text: str) -> Warning:
-    """Return a warning of a class that says a text, made without the constructor of the class.
-
-    That may take other arguments, or make another text of this one.
-    """
-    own = {"__str__": lambda _: text, "__module__": category.__module__}
-    try:
-        return Warning.__new__(type(category.__name__, (category,), own), text)
-    except Exception:  # noqa: BLE001 - the user's class, which forbids it or has a metaclass
-        return UserWarning(text)
 
 
 def _shorten_paths(merged: Merged, directory: str) -> Merged:

@@ -5,7 +5,6 @@ Active only in the controller: records of workers arrive as attributes of report
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from pytest_megatron.gangs.record import (
 )
 from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.topology import count_gpus
-from pytest_megatron.gpu.host import Gpu, this_host
+from pytest_megatron.gpu.host import this_host
 from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.session.options import Options
@@ -30,7 +29,6 @@ from pytest_megatron.session.state import RunSession
 from pytest_megatron.session.time_limit import limit_of_session
 
 NAME = "megatron-gangs-results"
-_WRITE_EVERY_S = 5.0  # after a failure, so that a run that is killed has results
 
 
 def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
@@ -46,7 +44,6 @@ class GangResults:
         self._run = run
         self._file = file
         self._records: dict[str, RecordedTest] = {}
-        self._next_at = 0.0
 
     def pytest_configure(self, config: pytest.Config) -> None:
         """Keep the configuration; also called at registration."""
@@ -91,9 +88,8 @@ class GangResults:
             return
         self._records[report.nodeid] = record
         self._file.keep(report.nodeid, record)
-        if record.outcome == "failed" and time.monotonic() >= self._next_at:
-            self._file.write()
-            self._next_at = time.monotonic() + _WRITE_EVERY_S
+        if record.outcome == "failed":
+            self._file.update()  # a run that is killed has results
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self) -> None:
@@ -118,22 +114,14 @@ def _refuse_lack(options: Options) -> None:
     Raises:
         pytest.UsageError: It has too few.
     """
-    wants_gpus = options.num_gpus is not None
-    if not wants_gpus and not (options.device == "cuda" and options.num_ranks):
+    wanted = options.num_ranks if options.device == "cuda" else None
+    wanted = wanted if options.num_gpus is None else options.num_gpus
+    num_found = len(this_host().gpus)
+    if wanted is None or (num_found and wanted <= room_on_gpus(options)):
         return
-    gpus: tuple[Gpu, ...] = this_host().gpus
-    wanted = options.num_gpus if wants_gpus else options.num_ranks
-    assert wanted is not None
-    if gpus and wanted <= room_on_gpus(options):
-        return
-    found = str(len(gpus)) if gpus else "none"
-    needed = count_gpus(wanted, options.ranks_per_gpu)
-    sharing = f"--ranks-per-gpu {-(-wanted // len(gpus))}" if gpus else ""
-    if wants_gpus:
-        asked = f"{needed} GPUs" if wanted else "all GPUs"
-        way_out = f"lower it, or use {sharing}" if gpus else "use --ranks for ranks on the CPU"
-        raise pytest.UsageError(f"--gpus: asked for {asked}, this host has {found}; {way_out}")
     raise pytest.UsageError(
-        f"--device: cuda needs {needed} GPUs for --ranks {wanted}, this host has {found}; "
-        f"{f'lower --ranks, use {sharing}, or ' if gpus else ''}drop --device"
+        f"--{'device' if options.num_gpus is None else 'gpus'}: needs "
+        f"{count_gpus(wanted, options.ranks_per_gpu) or 'some'} GPUs, this host has "
+        f"{num_found or 'none'}; lower the number of ranks, have them share GPUs by "
+        f"--ranks-per-gpu, or give --ranks without --device"
     )

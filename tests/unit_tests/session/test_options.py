@@ -144,11 +144,17 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
         ["-o", "megatron_gang_start=fresh"],
         "megatron_gang_start: 'fresh' was removed; write collect or auto",
     ),
-    (["--gpus", "8"], "--gpus: asked for 8 GPUs, this host has none; use --ranks for ranks on "),
-    (["--gpus", "all"], "--gpus: asked for all GPUs, this host has none; use --ranks for ranks"),
+    (
+        ["--gpus", "8"],
+        "--gpus: needs 8 GPUs, this host has none; lower the number of ranks, have them ",
+    ),
+    (
+        ["--gpus", "all"],
+        "--gpus: needs some GPUs, this host has none; lower the number of ranks, have",
+    ),
     (
         ["--ranks", "2", "--device", "cuda"],
-        "--device: cuda needs 2 GPUs for --ranks 2, this host has none; drop --device",
+        "--device: needs 2 GPUs, this host has none; lower the number of ranks, have",
     ),
     (
         ["--ranks", "2", "--pdb-rank", "2"],

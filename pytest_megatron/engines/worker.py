@@ -24,7 +24,6 @@ from types import FrameType
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import adapter, validate
-from pytest_megatron.engines.multitask.coordinator import MissingTasksError
 from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
@@ -62,12 +61,10 @@ def main(arguments: list[str]) -> int:
     except LaunchError as error:
         _say(str(error))
         return 2
-    if step is not None and step.place.task > 0:
-        has_gpus = spec.watches_gpus and watches(step.place, os.environ)
-        gpus = gather_facts(spec.root).host.gpus if has_gpus else ()
-        return step.serve(os.environ, gpus)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _end)
+    if step is not None and step.place.task > 0:
+        return _serve(spec, step)
     if REPEATABLE not in spec.options:
         return run(spec, step)
     try:
@@ -122,6 +119,19 @@ def _moved(value: JsonValue, old: str, new: str) -> JsonValue:
     return value.replace(old, new) if isinstance(value, str) else value
 
 
+def _serve(spec: JobSpec, step: Step) -> int:
+    """Run what task 0 wants of another task; return the exit code, which ends the step if not 0."""
+    has_gpus = spec.watches_gpus and watches(step.place, os.environ)
+    try:
+        step.serve(os.environ, gather_facts(spec.root).host.gpus if has_gpus else ())
+    except ToldToEndError:
+        return 1
+    except OSError as error:
+        _say(f"task {step.place.task}: {error.filename}: {error.strerror}")
+        return 1
+    return 0
+
+
 def run(spec: JobSpec, step: Step | None) -> int:
     """Carry out a spec, with other tasks or alone, and write its record; return the exit code."""
     started, is_second = time.time(), False
@@ -131,14 +141,9 @@ def run(spec: JobSpec, step: Step | None) -> int:
     trouble: EngineError | None = None
     host = socket.gethostname()
     try:
-        if step is None:
-            ends, health = _carry_out(spec, None)
-        else:
-            ends, health, trouble = _carry_out_together(spec, step)
+        ends, health = _carry_out(spec, None) if step is None else _lead(spec, step)
     except SecondStartError as second:
         trouble, is_second = EngineError(kind=TroubleKind.REQUEUED, text=str(second)), True
-    except MissingTasksError as missing:
-        trouble = missing.trouble
     except ToldToEndError as told:
         trouble = EngineError(kind=TroubleKind.CANCELLED, text=f"{told} on {host}")
     except MegatronError as error:
@@ -167,20 +172,14 @@ def run(spec: JobSpec, step: Step | None) -> int:
     return 0 if trouble is None and all(end.returncode == 0 for end in ends) else 1
 
 
-def _carry_out_together(
-    spec: JobSpec, step: Step
-) -> tuple[tuple[PhaseEnd, ...], Health | None, EngineError | None]:
-    """Run the attempt of a spec on all tasks; also return what became of tasks that were lost."""
-    with step.team(os.environ) as team:
-        try:
-            ends, health = _carry_out(spec, partial(step.start, team, os.environ))
-        except ToldToEndError:  # maybe since srun ends a step of which a task was lost
-            trouble = team.find_lost()
-            if trouble is None or trouble.kind is TroubleKind.CANCELLED:
-                raise
-            return (), None, trouble
-        team.say_goodbye()
-        return ends, merge_health((health, *team.healths)), team.trouble()
+def _lead(spec: JobSpec, step: Step) -> tuple[tuple[PhaseEnd, ...], Health | None]:
+    """Run the attempt of a spec on all tasks."""
+    step.meeting.open()
+    try:
+        ends, health = _carry_out(spec, partial(step.start, os.environ))
+    finally:
+        step.meeting.close()
+    return ends, merge_health((health, *step.healths))
 
 
 def _carry_out(

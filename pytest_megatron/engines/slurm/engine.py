@@ -25,7 +25,6 @@ from pytest_megatron.engines.slurm.states import (
     SlurmJob,
     detail_of,
     find_record,
-    narrowed,
     outcome_with,
     phase_of,
     remove_spec,
@@ -386,11 +385,6 @@ class SlurmEngine:
         found = find_record(files)
         outcome = outcome_with(tracked.submission, found, job, self._context.facts, files.log)
         trouble = outcome.trouble
-        if trouble is not None and trouble.kind is TroubleKind.NODE_FAIL and len(outcome.hosts) > 1:
-            bad: frozenset[str] = frozenset()
-            with contextlib.suppress(SlurmAwayError):
-                bad = self._commands.bad_nodes(outcome.hosts)
-            outcome = narrowed(outcome, bad)
         is_late = trouble is not None and trouble.kind is TroubleKind.TIMEOUT
         if trouble is not None and is_late and self._settings.retries_timeout:
             outcome = replace(outcome, trouble=replace(trouble, is_transient=True))

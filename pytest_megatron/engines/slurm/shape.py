@@ -19,7 +19,6 @@ from pytest_megatron.engines.config import (
     SlurmConfig,
     UvSyncConfig,
 )
-from pytest_megatron.engines.multitask.messages import PLACE_VARIABLES
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import CPU_PLATFORM
 from pytest_megatron.workloads.engine.api import Resources
@@ -27,10 +26,10 @@ from pytest_megatron.workloads.engine.api import Resources
 WORKER = "pytest_megatron.engines.worker"
 SPEC_VARIABLE = "spec"
 # What the shell that submits may have of an earlier launcher would lead every rank astray.
-UNSET = f"unset {' '.join(PLACE_VARIABLES)}"
+UNSET = "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
 _ENDS_MOUNT = re.compile(r"[\s,:]")
-# A task whose program fails stays until the first one has named it and stopped the others; these
-# end a step of which a task was killed, and tasks that stay behind.
+# A task whose command fails stays until task 0 has noted it and stopped the others; these end a
+# step of which a task was killed, and tasks that stay behind.
 STEP_FLAGS = ("--wait=60", "--kill-on-bad-exit=1")
 
 

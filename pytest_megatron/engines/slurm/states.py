@@ -289,7 +289,10 @@ def _time(text: str) -> datetime | None:
 
 _OF_BASH = ("+", "job exited with code ")  # what nemo-run's scripts trace, and say at their end
 _OF_WORKER = "pytest-megatron: "
-_FAILED_NODE = re.compile(r"^srun: error: Node failure on (\S+?)$").findall
+_OF_NODES = (TroubleKind.NODE_FAIL, TroubleKind.LOST)
+_LOST_HOST = re.compile(
+    r"^srun: error: (?:Node failure on )?(?P<host>[^\s:]+)(?:: tasks? [\d,-]+: Killed)?$"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,9 +340,15 @@ def outcome_with(
     record = found if isinstance(found, JobRecord) else None
     said = None if job is None else trouble_of(job, had_record=record is not None)
     hosts = () if job is None else job.hosts
+    if job is not None and said is None and _was_told(record):
+        text = (
+            f"job {job.job_id}{_where(job)}: srun ended its tasks, as one was killed or a node was "
+            f"lost"
+        )
+        said = EngineError(kind=TroubleKind.LOST, text=text)
     if record is None:
         what = found if isinstance(found, EngineError) else said or _forgotten(job)
-        return SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log))
+        return _narrowed(SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log)))
     outcome = rebuilt(submission, record, facts)
     is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
     trouble = outcome.trouble
@@ -347,7 +356,13 @@ def outcome_with(
         trouble = said if trouble is None else replace(said, hosts=trouble.hosts)
     if trouble is not None:
         trouble = _with_evidence(trouble, log)
-    return replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts)
+    return _narrowed(replace(outcome, trouble=trouble, hosts=hosts or outcome.hosts))
+
+
+def _was_told(record: JobRecord | None) -> bool:
+    """Return if a job's tasks were told to end."""
+    trouble = None if record is None else record.trouble
+    return trouble is not None and trouble.kind is TroubleKind.CANCELLED
 
 
 def rebuilt(submission: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
@@ -367,22 +382,16 @@ def remove_spec(files: JobFiles) -> None:
         files.spec.unlink()
 
 
-def narrowed(outcome: SubmissionOutcome, bad: Iterable[str]) -> SubmissionOutcome:
-    """Return an outcome whose error names the bad ones of its hosts, if they are known.
-
-    Args:
-        outcome: With trouble of a node.
-        bad: Hosts that Slurm does not use now; one that failed may be back.
-    """
+def _narrowed(outcome: SubmissionOutcome) -> SubmissionOutcome:
+    """Return an outcome whose error names the one of its hosts that srun says was lost first."""
     trouble = outcome.trouble
-    if trouble is None:
+    if trouble is None or trouble.kind not in _OF_NODES or len(outcome.hosts) == 1:
         return outcome
-    named = {name for line in trouble.evidence for name in _FAILED_NODE(line)}
-    failed = sorted({*bad, *named, *trouble.hosts} & {*outcome.hosts})
-    if not failed:
-        return outcome
-    text = f"{trouble.text}; out of service: {', '.join(failed)}"
-    return replace(outcome, trouble=replace(trouble, text=text, hosts=tuple(failed)))
+    for found in filter(None, map(_LOST_HOST.match, trouble.evidence)):
+        if found["host"] in outcome.hosts:
+            text = f"{trouble.text}: {found['host']}"
+            return replace(outcome, trouble=replace(trouble, text=text, hosts=(found["host"],)))
+    return outcome
 
 
 def _forgotten(job: SlurmJob | None) -> EngineError:

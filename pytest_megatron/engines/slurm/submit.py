@@ -55,9 +55,6 @@ _FULL = re.compile(r"(?i)MaxSubmit|GrpSubmit|job submit limit")
 _MISLEADING = re.compile(
     r"(?:SQUEUE|SACCT|SCANCEL|SINFO|SCONTROL)_|SBATCH_WAIT$|SLURM_(?!CONF$|CLUSTERS$)"
 )
-_BAD_NODE = re.compile(
-    r"(?i)down|drain|fail|boot|unk|\*$|maint|inval|powered_down|powering_down|no_respond"
-)
 
 
 class SlurmAwayError(Exception):
@@ -97,9 +94,6 @@ class SlurmCommands(Protocol):
 
     def cancel(self, ids: Sequence[int]) -> None:
         """End jobs; those that have ended do not matter."""
-
-    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Return those hosts that are out of service now."""
 
 
 class RealSlurm:
@@ -164,12 +158,6 @@ class RealSlurm:
         """
         for some in _chunks([str(number) for number in ids]):
             self._run(["scancel", "--quiet", *some])
-
-    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
-        """Return nodes that are down, by sinfo."""
-        words = ["sinfo", "-h", "-N", "-n", ",".join(hosts), "-o", "%N|%T"]
-        lines = [line.partition("|") for line in self._run(words).stdout.splitlines()]
-        return frozenset(name for name, _, state in lines if _BAD_NODE.search(state.strip()))
 
     def refusal(self, words: Sequence[str]) -> str | None:
         """Return why sbatch would not take a job of these flags now, None if it would.

@@ -104,7 +104,8 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if (seen := _SEEN.search(text) or _LIGHTNING.search(text)) is not None:
         code, rank = int(seen["code"]), int(seen["rank"])
         how, pid = how_it_ended(code), int(seen["pid"])
-        return (ProcessExit(rank=rank, how=how, is_first=True, pid=pid, shown=text),)
+        is_first = "also failed (" not in text  # as tasks of Slurm are listed
+        return (ProcessExit(rank=rank, how=how, is_first=is_first, pid=pid, shown=text),)
     if (task := _SRUN.match(text)) is not None:
         word = task["word"]
         how = f"exit code {task['code']}" if word is None else _WORDS.get(word.strip(), "")

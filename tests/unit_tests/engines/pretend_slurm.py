@@ -32,7 +32,6 @@ class PretendSlurm:
     answers: list[BaseException | None] = field(default_factory=list)
     loses: bool = False
     is_away: bool = False
-    bad: frozenset[str] = frozenset()
     ends_what_is_cancelled: bool = True
     now: float = 0.0
 
@@ -66,9 +65,6 @@ class PretendSlurm:
     def _require_answer(self) -> None:
         if self.is_away:
             raise SlurmAwayError("Unable to contact slurm controller")
-
-    def bad_nodes(self, hosts: Sequence[str]) -> frozenset[str]:
-        return self.bad & frozenset(hosts)
 
     def set(self, job_id: int, state: str, **changes: object) -> None:
         """Change what squeue says of a job."""

@@ -24,6 +24,7 @@ from pytest_megatron.engines.slurm.submit import (
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import (
+    EngineError,
     Submission,
     SubmissionOutcome,
     SubmissionPhase,
@@ -60,15 +61,16 @@ def text_of(found: dict[str, SubmissionOutcome], item: str) -> str:
     return trouble.text
 
 
-def leave_record(run: Run, order: Submission, batch: int = 1) -> None:
-    """Write what a job leaves that could not plan its training: the shortest record."""
+def leave_record(run: Run, order: Submission, batch: int = 1, *, told: bool = False) -> None:
+    """Write the shortest record of a job: its training was not planned, or was told to end."""
+    trouble = EngineError(kind=TroubleKind.CANCELLED, text="it was told to end")
     record = JobRecord(
         key=order.key,
         ends=(),
         health=None,
         facts=gather_facts(run.root),
         hosts=("node1",),
-        trouble=None,
+        trouble=trouble if told else None,
     )
     write_record(JobFiles.of(run.run_dir / "engine", batch).record, record)
 
@@ -245,20 +247,38 @@ def test_what_slurm_has_forgotten_the_accounting_may_know(tmp_path: Path) -> Non
     assert "Slurm knows nothing of the job" in text_of(found, "unknown")
 
 
-def test_the_nodes_that_are_out_of_service_are_the_bad_ones(tmp_path: Path) -> None:
-    run, slurm = Run(tmp_path), PretendSlurm(bad=frozenset({"node3", "node9"}))
+@pytest.mark.parametrize(
+    ("state", "line", "text"),
+    [
+        (
+            "NODE_FAIL",
+            "Node failure on node3",
+            "job 41 on node[1-4] ended as NODE_FAIL: a node of it failed",
+        ),
+        (
+            "FAILED",
+            "node3: task 2: Killed",
+            "job 41 on node[1-4]: srun ended its tasks, as one was killed or a node was lost",
+        ),
+    ],
+)
+def test_the_node_that_srun_names_first_is_the_bad_one(
+    tmp_path: Path, state: str, line: str, text: str
+) -> None:
+    run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm)
-    engine.submit([run.order("a", nodes=4)])
-    slurm.set(41, "NODE_FAIL", nodes="node[1-4]")
-    assert ends(engine) == {}
-    slurm.wait(11)
-    found = ends(engine)
-    trouble = found["a"].trouble
+    order = run.order("a", nodes=4)
+    engine.submit([order])
+    leave_record(run, order, told=True)
+    log = JobFiles.of(run.run_dir / "engine", 1).log
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(f"srun: error: {line}\nsrun: error: node1: task 0: Killed\n")
+    slurm.set(41, state, nodes="node[1-4]", exit_status=256)
+    outcome = ends(engine)["a"]
+    trouble = outcome.trouble
     assert trouble is not None
-    assert (trouble.hosts, trouble.text) == (
-        ("node3",),
-        "job 41 on node[1-4] ended as NODE_FAIL: a node of it failed; out of service: node3",
-    )
+    assert (trouble.text, trouble.is_transient) == (f"{text}: node3", None)
+    assert outcome.suspects == ("node3",)
 
 
 def test_who_cancelled_a_job_is_said_where_the_accounting_knows(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_wrong_number_of_tasks_is_said(
     assert "pytest-megatron: srun: started 1 task, expected some on each of 2 nodes" in done.stderr
     done = slurm_lab.run("srun", "--nodes=1", "--ntasks=2", "--time=2", *worker, cwd=tmp_path)
     assert done.returncode == 1
-    assert "started 2 tasks (2 on node" in done.stderr
+    assert "started 2 tasks on each of node" in done.stderr
     assert "give srun --nodes=2 --ntasks-per-node=1" in done.stderr
     assert json.loads((project / "run/engine/outcome-2.json").read_text())["trouble"]
 

@@ -158,7 +158,7 @@ def task_env(root: Path, task: int, num_nodes: int, per_node: int) -> dict[str, 
         "SLURM_NODEID": str(task // per_node),
         "SLURM_STEP_NUM_TASKS": str(num_nodes * per_node),
         "SLURM_STEP_NUM_NODES": str(num_nodes),
-        "SLURM_STEP_NODELIST": f"node[0-{num_nodes - 1}]" if num_nodes > 1 else "node0",
+        "SLURM_STEP_NODELIST": "localhost,node1",
         "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{num_nodes})",
         "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
     }
@@ -170,7 +170,6 @@ def step(
     spec: JobSpec,
     num_nodes: int,
     per_node: int,
-    missing: tuple[int, ...] = (),
     **more: str,
 ) -> Iterator[Step]:
     path = root / "spec.json"
@@ -178,8 +177,6 @@ def step(
     command = [sys.executable, "-m", "pytest_megatron.engines.worker", str(path)]
     tasks = []
     for task in range(num_nodes * per_node):
-        if task in missing:
-            continue
         env = task_env(root, task, num_nodes, per_node) | more
         with (root / f"task_{task}.log").open("wb") as log:
             tasks.append(subprocess.Popen(command, env=env, cwd=root, stdout=log, stderr=log))
@@ -187,7 +184,8 @@ def step(
     try:
         yield found
         wait_for(lambda: not found.alive())
-        assert not list(root.glob("tasks-*")) or tasks[0].returncode != 0
+        left = {path.name for path in root.glob("tasks-*/*")}
+        assert left == {"over"} or tasks[0].returncode != 0
     finally:
         for process in tasks:
             process.kill()
@@ -205,11 +203,12 @@ def paused(root: Path, per_node: int = 1) -> JobSpec:
 
 @pytest.mark.everyday
 def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path: Path) -> None:
-    with step(tmp_path, native(tmp_path, per_node=2), 2, 2) as found:
+    of_another = {"RANK": "7", "WORLD_SIZE": "8", "MASTER_ADDR": "203.0.113.1"}
+    with step(tmp_path, native(tmp_path, per_node=2), 2, 2, **of_another) as found:
         record = found.record()
     (end,) = record.ends
     assert (end.end, end.returncode, end.num_left, record.trouble) == (End.EXITED, 0, 0, None)
-    assert record.hosts == ("node0", "node1")
+    assert record.hosts == ("localhost", "node1")
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_PROCID")
     assert [[found.shown(rank, name) for name in names] for rank in range(4)] == [
         ["0", "0", "4", "2", "0"],
@@ -217,7 +216,7 @@ def test_ranks_of_srun_know_their_place_and_log_as_those_of_torchrun_do(tmp_path
         ["2", "0", "4", "2", "2"],
         ["3", "1", "4", "2", "3"],
     ]
-    assert {found.shown(rank, "MASTER_ADDR") for rank in range(4)} == {"127.0.0.1"}
+    assert {found.shown(rank, "MASTER_ADDR") for rank in range(4)} == {"localhost"}
     assert {found.shown(rank, "OWN") for rank in range(4)} == {"a b $HOME 'c'"}
     assert [path.name for path in sorted(found.logs.iterdir())] == ["0", "1", "2", "3"]
     assert (found.logs / "3" / "stdout.log").read_text() == "rank 3 has met 4\n"
@@ -239,9 +238,8 @@ def test_a_rank_that_raises_ends_those_that_wait_for_it(tmp_path: Path) -> None:
     assert (failure.root_rank, failure.exits["1"]) == (1, "exit code 1")
     assert "rank 1 of 2 raised ValueError: as it was told at " in failure.headline
     lines = [line for line in found.launcher_log.splitlines() if line.startswith("[nodes]")]
-    assert "failed (exitcode: 1) local_rank: 1" in lines[0]
-    assert lines[1] == "[nodes]: task 0 on node0 did not end by itself and is stopped"
-    assert sum("exitcode  : -15" in line for line in lines) == 1
+    assert lines[0] == "[nodes]: rank 0 (localhost) did not end by itself and is stopped"
+    assert lines[1].startswith("[nodes]: rank 1 (node1) failed (exitcode: 1) local_rank: 1 (pid: ")
 
 
 @pytest.mark.everyday
@@ -267,18 +265,7 @@ def test_a_hang_leaves_the_stacks_of_the_ranks_of_every_node(tmp_path: Path) -> 
     assert (end.end, end.hung_rank, end.num_left) == (End.HUNG_COLLECTIVE, 1, 0)
     stacks = [(found.logs / str(rank) / "stderr.log").read_text() for rank in range(2)]
     assert all("task_rank.py" in text and "in pause" in text for text in stacks)
-    assert "FAILED" not in found.launcher_log  # nobody failed: it was stopped
-
-
-def test_a_task_that_is_killed_is_the_trouble_of_its_host(tmp_path: Path) -> None:
-    with step(tmp_path, paused(tmp_path), 2, 1) as found:
-        found.wait_until_met(2)
-        found.lose(1)
-        record = found.record()
-    assert record.trouble is not None
-    assert record.trouble.kind is TroubleKind.LOST
-    assert record.trouble.text == "task 1 on node1 was lost: it was killed, or its node is gone"
-    assert (record.trouble.hosts, record.ends) == (("node1",), ())
+    assert "failed" not in found.launcher_log  # nobody failed: it was stopped
 
 
 def test_nothing_outlives_task_0(tmp_path: Path) -> None:
@@ -300,46 +287,6 @@ def test_the_end_of_a_whole_job_still_leaves_an_outcome(tmp_path: Path) -> None:
     assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.CANCELLED, ())
     assert record.trouble.text.startswith("the job was told to end by SIGTERM on ")
     assert (found.logs / "srun_native/attempt_0/1/stdout.log").read_text() == "rank 1 has met 2\n"
-
-
-def test_a_task_that_is_told_to_end_says_so(tmp_path: Path) -> None:
-    with step(tmp_path, paused(tmp_path), 2, 1) as found:
-        found.wait_until_met(2)
-        found.tasks[1].terminate()
-        record = found.record()
-    assert record.trouble is not None
-    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.CANCELLED, ("node1",))
-    assert record.trouble.text == "task 1 on node1 was told to end by SIGTERM"
-
-
-def test_a_task_that_never_comes_names_its_host(tmp_path: Path) -> None:
-    with step(tmp_path, native(tmp_path, gather_s="1"), 2, 1, missing=(1,)) as found:
-        record = found.record()
-    assert record.trouble is not None
-    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.BOOT_FAIL, ("node1",))
-    assert record.trouble.text.startswith(
-        "1 of 1 task on node1 did not come to task 0 within 1 s; see the log of the job"
-    )
-
-
-def test_a_task_that_waits_for_task_0_in_vain_says_so(tmp_path: Path) -> None:
-    with step(tmp_path, native(tmp_path, gather_s="1"), 2, 1, missing=(0,)) as found:
-        assert found.tasks[0].wait(timeout=DEADLINE_S) == 1
-    assert (tmp_path / "task_1.log").read_text() == (
-        "pytest-megatron: task 1: task 0 on node0 did not come within 1 s; nodes of a job must "
-        "share the run directory\n"
-    )
-
-
-def test_what_a_job_has_set_stays_and_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    with step(tmp_path, native(tmp_path), 2, 1, RANK="0", MASTER_PORT="29511") as found:
-        record = found.record()
-    assert record.trouble is not None
-    assert record.trouble.kind is TroubleKind.NOT_STARTED
-    assert record.trouble.text == (
-        "RANK: is 0 on node0, 0 on node1 in the job's environment, expected each of 0-1 once; "
-        "drop it from job_env, setup or the prolog, so that it follows from SLURM_PROCID"
-    )
 
 
 def test_phases_follow_one_another_and_scripts_run_on_task_0_alone(tmp_path: Path) -> None:

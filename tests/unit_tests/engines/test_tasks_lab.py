@@ -11,15 +11,22 @@ from pathlib import Path
 import psutil
 import pytest
 from labs import SlurmLab
+from slurm_orders import Run
 from test_tasks import GUEST, Step, failure_of, native, paused, plan_of, spec_of, wait_for
 from typing_extensions import override
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
 from pytest_megatron.engines.slurm.shape import STEP_FLAGS
+from pytest_megatron.engines.slurm.states import (
+    SQUEUE_FORMAT,
+    SlurmJob,
+    outcome_with,
+    parse_squeue,
+)
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
 from pytest_megatron.triage.rank_log import End
-from pytest_megatron.workloads.engine.api import EngineContext, TroubleKind
+from pytest_megatron.workloads.engine.api import EngineContext, EngineError, Planned, TroubleKind
 from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, read_golden
@@ -105,6 +112,8 @@ class Job(Step):
     def __init__(self, root: Path, lab: SlurmLab, spec: JobSpec) -> None:
         super().__init__(root=root, tasks=[])
         self._lab = lab
+        planned = Planned(plan=spec.plan, description={})
+        self._submission = replace(Run(root).order("item"), planned=lambda _devices: planned)
         write_spec(root / "spec.json", spec)
         worker = (sys.executable, "-m", "pytest_megatron.engines.worker", str(root / "spec.json"))
         script = f"#!/bin/bash\nsrun --chdir {root} {shlex.join([*STEP_FLAGS, *worker])}\n"
@@ -121,6 +130,20 @@ class Job(Step):
         found = read_record(self.root / "outcome.json")
         assert found is not None, log
         return found
+
+    def state(self) -> SlurmJob:
+        """Return what Slurm says of the job."""
+        words = ("squeue", "-h", "-O", SQUEUE_FORMAT, "-j", str(self.number), "--states=all")
+        (found,) = parse_squeue(self._lab.ask(*words))
+        return found
+
+    def trouble(self) -> EngineError:
+        """Return what the engine makes of the end of the job, which is worth another attempt."""
+        job = self.state()
+        record, log = read_record(self.root / "outcome.json"), self.root / "job.log"
+        outcome = outcome_with(self._submission, record, job, gather_facts(self.root), log)
+        assert outcome.trouble is not None
+        return outcome.trouble
 
     @override
     def alive(self) -> list[int]:
@@ -158,7 +181,7 @@ def test_the_exit_of_a_failed_rank_is_that_of_the_job(slurm_lab: SlurmLab, tmp_p
     assert (failure.root_rank, failure.exits["1"]) == (1, "exit code 1")
     logs = [job.logs / str(rank) / name for rank in (0, 1) for name in ("stdout.log", "stderr.log")]
     assert all(path.is_file() for path in logs)
-    assert not list(tmp_path.glob("tasks-*"))
+    assert [path.name for path in tmp_path.glob("tasks-*/*")] == ["over"]
 
 
 @pytest.mark.parametrize("deeds", [(), ("raise@1",)], ids=["sound", "failed"])
@@ -197,10 +220,21 @@ def test_a_task_that_is_killed_ends_the_others_and_is_named(
     job.wait_until_met(2)
     host = job.host_of(1)
     job.task(1).kill()
-    record = job.ended("FAILED", "CANCELLED")
+    record = job.ended("FAILED")
     assert record.trouble is not None
-    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.LOST, (host,))
-    assert record.trouble.text == f"task 1 on {host} was lost: it was killed, or its node is gone"
+    assert record.trouble.kind is TroubleKind.CANCELLED  # for all that task 0 knows
+    trouble = job.trouble()
+    assert (trouble.kind, trouble.hosts, trouble.is_transient) == (TroubleKind.LOST, (host,), None)
+    what = "srun ended its tasks, as one was killed or a node was lost"
+    assert trouble.text == f"job {job.number} on {job.state().nodes}: {what}: {host}"
+
+
+def test_a_step_that_is_ended_is_no_success(slurm_lab: SlurmLab, tmp_path: Path) -> None:
+    job = Job(tmp_path, slurm_lab, paused(tmp_path))
+    job.wait_until_met(2)
+    slurm_lab.ask("scancel", f"{job.number}.0")
+    assert slurm_lab.wait_for(job.number) == "FAILED"
+    assert job.trouble().kind is TroubleKind.LOST
 
 
 def test_a_node_that_is_lost_ends_the_others_and_is_named(
@@ -211,8 +245,9 @@ def test_a_node_that_is_lost_ends_the_others_and_is_named(
     host = job.host_of(1)
     try:
         slurm_lab.kill_node(int(host.removeprefix("node")))
-        record = job.ended("NODE_FAIL", "FAILED")
+        job.ended("NODE_FAIL", "FAILED")
     finally:
         slurm_lab.fix()
-    assert record.trouble is not None
-    assert (record.trouble.kind, record.trouble.hosts) == (TroubleKind.LOST, (host,))
+    trouble = job.trouble()
+    assert trouble.kind in (TroubleKind.LOST, TroubleKind.NODE_FAIL)
+    assert trouble.hosts == (host,)

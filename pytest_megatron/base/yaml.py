@@ -6,10 +6,10 @@ makes of them (YAML 1.1), but a date stays text. Knows nothing of recipes or tes
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeAlias, cast
+from typing import NamedTuple, Protocol, TypeAlias
 
 import yaml
 from yaml.constructor import SafeConstructor
@@ -20,9 +20,6 @@ from pytest_megatron.errors import MegatronError
 
 # Where in a document: keys of mappings and indices of lists, from the top.
 YamlPath: TypeAlias = tuple[str | int, ...]
-# The lines of a container's elements.
-Lines: TypeAlias = dict[str, int] | list[int]
-_Container: TypeAlias = "dict[str, JsonValue] | list[JsonValue]"
 _TAG = "tag:yaml.org,2002:"
 MAX_NODES = 1_000_000  # with every alias written out; 10,000 recipe rows are 70,000
 MAX_DEPTH = 100
@@ -68,207 +65,180 @@ class Duplicate:
     second_line: int
 
 
-@dataclass(slots=True)
-class _YamlFrame:
-    """A mapping or list that is being read."""
+class _YamlMarks(NamedTuple):
+    """What a file has of the elements of a mapping or list beside their values.
 
-    value: _Container
-    anchor: str | None
-    num_before: int
-    key: str | None = None  # of a mapping, between the key and its value
-    key_line: int = 0
-    merged: list[JsonValue] = field(default_factory=list)  # the values of `<<`
-    is_mapping: bool = field(init=False)
-    lines: Lines = field(init=False)
+    Attributes:
+        lines: Key or index -> line of the key, or of the element.
+        texts: Key or index -> a number, boolean or null as it is written.
+    """
 
-    def __post_init__(self) -> None:
-        self.is_mapping = isinstance(self.value, dict)
-        self.lines = {} if self.is_mapping else []
+    lines: dict[str | int, int]
+    texts: dict[str | int, str]
 
 
-class Builder:
+class _YamlReader:
     """Turns libyaml's events into data; one instance reads one document."""
 
-    def __init__(self) -> None:
-        self.top: JsonValue = None
-        self.lines: dict[int, Lines] = {}
-        self.texts: dict[tuple[int, str | int], str] = {}
+    def __init__(self, loader: yaml.BaseLoader) -> None:
+        self.marks: dict[int, _YamlMarks] = {}  # by id() of a container
         self.duplicates: list[Duplicate] = []
-        self.num_nodes = 0
-        self.num_documents = 0
-        self.stack: list[_YamlFrame] = []
-        self.anchors: dict[str, tuple[JsonValue, str | None, int]] = {}
-        self.plain: dict[str, JsonValue] = {}  # what a plain scalar means, by its text
-        self.kept: list[JsonValue] = []  # alive, so that no id() in `lines` is used twice
+        self._next: Callable[[], yaml.Event] = loader.get_event
+        self._anchors: dict[str, tuple[JsonValue, str | None, int] | None] = {}
+        self._plain: dict[str, JsonValue] = {}  # what a plain scalar means, by its text
+        self._path: list[str | int] = []
+        self._num_nodes = 0  # with every alias written out
+        self._kept: list[JsonValue] = []  # alive, so that no id() in `marks` is used twice
 
-    def build(self, loader: yaml.BaseLoader) -> None:
-        """Read all events of `loader` into `top`."""
-        stack = self.stack
-        for event in iter(loader.get_event, None):
-            kind = type(event)
-            if kind is yaml.ScalarEvent:
-                frame = stack[-1] if stack else None
-                if frame is not None and frame.key is None and frame.is_mapping:
-                    frame.key, frame.key_line = event.value, event.start_mark.line + 1
-                else:
-                    self.on_scalar(event)
-            elif kind is yaml.MappingStartEvent:
-                self.on_start(event, {})
-            elif kind is yaml.SequenceStartEvent:
-                self.on_start(event, [])
-            elif kind in {yaml.MappingEndEvent, yaml.SequenceEndEvent}:
-                self.on_end()
-            elif kind is yaml.AliasEvent:
-                self.on_alias(event)
-            elif kind is yaml.DocumentStartEvent:
-                self.num_documents += 1
-                if self.num_documents > 1:
-                    raise _wrong(event, "holds a second YAML document, expected one")
+    def document(self) -> JsonValue:
+        """Read all events; of an empty file there is None."""
+        self._next()
+        if isinstance(self._next(), yaml.StreamEndEvent):
+            return None
+        value, _ = self._node(self._next())
+        self._next()
+        if not isinstance(after := self._next(), yaml.StreamEndEvent):
+            raise _wrong(after, "holds a second YAML document, expected one")
+        return value
 
-    def on_scalar(self, event: yaml.ScalarEvent) -> None:
-        """Build the value of a scalar, such as a number or a text."""
-        text: str = event.value
-        value: JsonValue = text
-        written = None
-        if event.implicit[0]:  # plain
-            if text not in self.plain:
-                self.plain[text] = self.resolve(event)
-            value = self.plain[text]
-        elif event.tag is not None:
-            value = self.resolve(event)
-        if not isinstance(value, str):
-            written = text
-        if event.anchor is not None:
-            self.anchors[event.anchor] = (value, written, 1)
-        self.attach(value, written, _line_of(event))
-
-    def resolve(self, event: yaml.ScalarEvent) -> JsonValue:
-        """Return the value of a plain or tagged scalar."""
-        tag = event.tag
-        if tag is None or tag == "!":
-            tag = str(_RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False)))
-        node = yaml.ScalarNode(tag, event.value)
-        try:
-            match tag.removeprefix(_TAG):
-                case "null":
-                    return None
-                case "bool":
-                    return bool(SafeConstructor().construct_yaml_bool(node))
-                case "int":
-                    return int(SafeConstructor().construct_yaml_int(node))
-                case "float":
-                    return float(SafeConstructor().construct_yaml_float(node))
-                case "str" | "timestamp" | "merge" | "value":
-                    return event.value
-                case _:
-                    raise _wrong(event, f"tag {tag!r} is unknown, expected none; remove it")
-        except (ValueError, KeyError) as problem:
-            raise _wrong(event, f"{event.value!r} is not a {tag}") from problem
-
-    def on_start(self, event: yaml.CollectionStartEvent, value: _Container) -> None:
-        """Open a mapping or list."""
-        frame = self.stack[-1] if self.stack else None
-        if frame is not None and frame.key is None and frame.is_mapping:
-            raise _wrong(event, "a key is a mapping or list, expected a string")
+    def _node(self, event: yaml.Event) -> tuple[JsonValue, str | None]:
+        """Return the value that an event begins, and what is written where that is no text."""
+        self._num_nodes += 1
+        if isinstance(event, yaml.ScalarEvent):
+            value = self._scalar(event)
+            written = None if isinstance(value, str) else event.value
+            if event.anchor is not None:
+                self._anchors[event.anchor] = (value, written, 1)
+            return value, written
+        if isinstance(event, yaml.AliasEvent):
+            return self._alias(event)
+        assert isinstance(event, yaml.CollectionStartEvent)
         if event.tag not in {None, "!", _TAG + "map", _TAG + "seq"}:
             raise _wrong(event, f"tag {event.tag!r} is unknown, expected none; remove it")
-        if len(self.stack) == MAX_DEPTH:
+        if len(self._path) == MAX_DEPTH:
             raise _wrong(event, f"is nested deeper than {MAX_DEPTH} levels")
+        before = self._num_nodes
         if event.anchor is not None:  # known, but not to be used before its end
-            self.anchors[event.anchor] = (None, None, -1)
-        self.num_nodes += 1
-        line = _line_of(event)
-        if frame is not None and frame.key is None:
-            frame.key_line = line
-        self.stack.append(_YamlFrame(value, event.anchor, self.num_nodes))
+            self._anchors[event.anchor] = None
+        is_mapping = isinstance(event, yaml.MappingStartEvent)
+        found = self._mapping() if is_mapping else self._list()
+        self._kept.append(found)
+        if event.anchor is not None:
+            self._anchors[event.anchor] = (found, None, self._num_nodes - before + 1)
+        return found, None
 
-    def on_end(self) -> None:
-        """Close a mapping or list and put it where it belongs."""
-        frame = self.stack.pop()
-        if frame.merged:
-            self.merge(frame)
-        self.lines[id(frame.value)] = frame.lines
-        if frame.anchor is not None:
-            size = self.num_nodes - frame.num_before + 1
-            self.anchors[frame.anchor] = (frame.value, None, size)
-        self.num_nodes -= 1  # `attach` counts it again
-        self.attach(frame.value, None, self.stack[-1].key_line if self.stack else 1)
+    def _scalar(self, event: yaml.ScalarEvent) -> JsonValue:
+        """Return the value of a scalar, such as a number or a text."""
+        if not event.implicit[0]:  # in quotes, or with a tag
+            return event.value if event.tag is None else _resolved(event)
+        if event.value not in self._plain:
+            self._plain[event.value] = _resolved(event)
+        return self._plain[event.value]
 
-    def on_alias(self, event: yaml.AliasEvent) -> None:
-        """Attach the value of an alias in its place."""
-        if event.anchor not in self.anchors:
+    def _alias(self, event: yaml.AliasEvent) -> tuple[JsonValue, str | None]:
+        """Return the value of an anchor."""
+        if event.anchor not in self._anchors:
             raise _wrong(event, f"alias {event.anchor!r} is unknown, expected an anchor above")
-        value, written, size = self.anchors[event.anchor]
-        if size < 0:
+        if (found := self._anchors[event.anchor]) is None:
             raise _wrong(event, f"alias {event.anchor!r} contains itself")
-        frame = self.stack[-1]
-        if frame.key is None and frame.is_mapping:
-            raise _wrong(event, "a key is an alias, expected a string")
-        self.num_nodes += size - 1
-        if self.num_nodes > MAX_NODES:
+        value, written, size = found
+        self._num_nodes += size - 1
+        if self._num_nodes > MAX_NODES:
             raise _wrong(event, f"aliases write out to more than {MAX_NODES} values")
-        self.attach(value, written, _line_of(event))
+        return value, written
 
-    def attach(self, value: JsonValue, written: str | None, line: int) -> None:
-        """Add a finished value to the container that is open."""
-        self.num_nodes += 1
-        if not self.stack:
-            self.top = value
-            return
-        frame = self.stack[-1]
-        if isinstance(frame.value, list):
-            step: str | int = len(frame.value)
-            frame.value.append(value)
-            cast("list[int]", frame.lines).append(line)
-        else:
-            key = step = cast("str", frame.key)
-            frame.key = None
+    def _list(self) -> list[JsonValue]:
+        """Read a list to its end."""
+        value: list[JsonValue] = []
+        marks = self.marks[id(value)] = _YamlMarks({}, {})
+        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
+            value.append(self._element(marks, len(value), _line_of(event), event))
+        return value
+
+    def _mapping(self) -> dict[str, JsonValue]:
+        """Read a mapping to its end."""
+        value: dict[str, JsonValue] = {}
+        marks = self.marks[id(value)] = _YamlMarks({}, {})
+        merged: list[JsonValue] = []
+        line = 1
+        while not isinstance(event := self._next(), yaml.MappingEndEvent):
+            key, line = _key(event), _line_of(event)
             if key == "<<":
-                frame.merged.append(value)
-                return
-            lines = cast("dict[str, int]", frame.lines)
-            if key in lines:
-                self.repeat(frame, key, lines[key])
-            elif len(lines) == MAX_KEYS:
+                merged.append(self._element(_YamlMarks({}, {}), key, line, self._next()))
+                continue
+            if key in marks.lines:
+                path, first = tuple(self._path), marks.lines[key]
+                duplicate = Duplicate(path=path, key=key, first_line=first, second_line=line)
+                self.duplicates.append(duplicate)
+            elif len(marks.lines) == MAX_KEYS:
                 problem = f"a mapping has more than {MAX_KEYS} keys, expected fewer; split the file"
-                raise YamlError(frame.key_line, problem)
-            frame.value[key] = value
-            lines[key] = frame.key_line
+                raise YamlError(line, problem)
+            value[key] = self._element(marks, key, line, self._next())
+        if merged:
+            self._merge(value, merged, line)
+        return value
+
+    def _element(
+        self, marks: _YamlMarks, step: str | int, line: int, event: yaml.Event
+    ) -> JsonValue:
+        """Return the value of a key or of an element of a list, and note its line and text."""
+        self._path.append(step)
+        value, written = self._node(event)
+        self._path.pop()
+        marks.lines[step] = line
         if written is not None:
-            self.texts[id(frame.value), step] = written
+            marks.texts[step] = written
+        return value
 
-    def repeat(self, frame: _YamlFrame, key: str, first_line: int) -> None:
-        """Note that `key` comes a second time; its value is replaced."""
-        assert isinstance(frame.value, dict)
-        self.kept.append(frame.value[key])
-        path: YamlPath = tuple(
-            len(f.value) if isinstance(f.value, list) else cast("str", f.key)
-            for f in self.stack[:-1]
-        )
-        self.duplicates.append(
-            Duplicate(path=path, key=key, first_line=first_line, second_line=frame.key_line)
-        )
-
-    def merge(self, frame: _YamlFrame) -> None:
+    def _merge(self, value: dict[str, JsonValue], merged: list[JsonValue], line: int) -> None:
         """Put the mappings of `<<` before the mapping's own keys, which win."""
-        assert isinstance(frame.value, dict)
-        sources: list[JsonValue] = []
-        for merged in frame.merged:  # of a list, the first wins
-            sources += reversed(merged) if isinstance(merged, list) else [merged]
-        own, own_lines = dict(frame.value), cast("dict[str, int]", frame.lines)
-        lines: dict[str, int] = {}
-        frame.value.clear()
-        for source in sources:
-            if not isinstance(source, dict):
-                raise YamlError(frame.key_line, "'<<' takes a mapping or a list of mappings")
-            frame.value.update(source)
-            lines.update(cast("dict[str, int]", self.lines[id(source)]))
-            for key in source:
-                if (id(source), key) in self.texts and key not in own:
-                    self.texts[id(frame.value), key] = self.texts[id(source), key]
-        self.kept += sources
-        frame.value.update(own)
-        frame.lines = lines | own_lines
+        marks, own = self.marks[id(value)], dict(value)
+        lines, texts = dict(marks.lines), dict(marks.texts)
+        for part in (value, marks.lines, marks.texts):
+            part.clear()
+        for each in merged:  # of a list, the first wins
+            for source in reversed(each) if isinstance(each, list) else [each]:
+                if not isinstance(source, dict):
+                    raise YamlError(line, "'<<' takes a mapping or a list of mappings")
+                of_source = self.marks[id(source)]
+                value.update(source)
+                marks.lines.update(of_source.lines)
+                marks.texts.update({k: t for k, t in of_source.texts.items() if k not in own})
+        value.update(own)
+        marks.lines.update(lines)
+        marks.texts.update(texts)
+
+
+def _key(event: yaml.Event) -> str:
+    """Return the text of a key."""
+    if isinstance(event, yaml.ScalarEvent):
+        return str(event.value)
+    kind = "an alias" if isinstance(event, yaml.AliasEvent) else "a mapping or list"
+    raise _wrong(event, f"a key is {kind}, expected a string")
+
+
+def _resolved(event: yaml.ScalarEvent) -> JsonValue:
+    """Return the value of a plain or tagged scalar."""
+    tag = event.tag
+    if tag is None or tag == "!":
+        tag = str(_RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False)))
+    node = yaml.ScalarNode(tag, event.value)
+    try:
+        match tag.removeprefix(_TAG):
+            case "null":
+                return None
+            case "bool":
+                return bool(SafeConstructor().construct_yaml_bool(node))
+            case "int":
+                return int(SafeConstructor().construct_yaml_int(node))
+            case "float":
+                return float(SafeConstructor().construct_yaml_float(node))
+            case "str" | "timestamp" | "merge" | "value":
+                return str(event.value)
+            case _:
+                raise _wrong(event, f"tag {tag!r} is unknown, expected none; remove it")
+    except (ValueError, LookupError) as problem:
+        raise _wrong(event, f"{event.value!r} is not a {tag}") from problem
 
 
 def _wrong(event: yaml.Event, problem: str) -> YamlError:
@@ -300,25 +270,15 @@ class YamlDocument:
     file: Path
     value: dict[str, JsonValue]
     duplicates: tuple[Duplicate, ...]
-    _lines: dict[int, Lines] = field(repr=False)  # by id() of a container of `value`
-    _texts: dict[tuple[int, str | int], str] = field(repr=False)
+    _marks: dict[int, _YamlMarks] = field(repr=False)  # by id() of a container of `value`
 
     def line_of(self, path: Sequence[str | int]) -> int:
         """Return the line, from 1, of the key or list element that `path` leads to.
 
         A path that leads nowhere gives the line of its longest part that does; `()` gives 1.
         """
-        line = 1
-        value: JsonValue = self.value
-        for step in path:
-            lines = self._lines.get(id(value))
-            if isinstance(value, dict) and isinstance(lines, dict) and step in value:
-                line, value = lines[str(step)], value[str(step)]
-            elif isinstance(value, list) and isinstance(lines, list) and _is_index(step, value):
-                line, value = lines[int(step)], value[int(step)]
-            else:
-                break
-        return line
+        lines = [marks.lines[step] for marks, step, _ in self._walk(path) if step in marks.lines]
+        return lines[-1] if lines else 1
 
     def where(self, path: Sequence[str | int]) -> str:
         """Return `file:line` of `path`, as our errors begin."""
@@ -330,20 +290,26 @@ class YamlDocument:
         `1.0e-5` is a number in `value`; a command line should get those six characters. None
         for a mapping or list, and for a path that leads nowhere.
         """
-        value: JsonValue = self.value
-        text: str | None = None
-        for step in path:
-            container = value
-            if isinstance(container, dict) and step in container:
-                value = container[str(step)]
-            elif isinstance(container, list) and _is_index(step, container):
-                value = container[int(step)]
-            else:
-                return None
-            text = self._texts.get((id(container), step))
+        found = list(self._walk(path))
+        if not found or len(found) < len(path):
+            return None
+        marks, step, value = found[-1]
         if isinstance(value, str):
             return value
-        return None if isinstance(value, dict | list) else text
+        return None if isinstance(value, dict | list) else marks.texts.get(step)
+
+    def _walk(self, path: Sequence[str | int]) -> Iterator[tuple[_YamlMarks, str | int, JsonValue]]:
+        """Yield the marks of each container on a path, the step in it, and the value there."""
+        value: JsonValue = self.value
+        for step in path:
+            marks = self._marks.get(id(value), _YamlMarks({}, {}))
+            if isinstance(value, dict) and step in value:
+                value = value[str(step)]
+            elif isinstance(value, list) and isinstance(step, int) and 0 <= step < len(value):
+                value = value[step]
+            else:
+                return
+            yield marks, step, value
 
     def rearranged(
         self, value: dict[str, JsonValue], lines: Mapping[str, dict[str, int]]
@@ -354,10 +320,11 @@ class YamlDocument:
             value: The data; numbers that should keep their spelling are texts.
             lines: Lines of the keys of `value` at `""`, and at a key those of its mapping.
         """
-        places = {id(value[key] if key else value): dict(there) for key, there in lines.items()}
-        return YamlDocument(
-            file=self.file, value=value, duplicates=(), _lines=dict(places), _texts={}
-        )
+        marks = {
+            id(value[key] if key else value): _YamlMarks(dict(there.items()), {})
+            for key, there in lines.items()
+        }
+        return YamlDocument(file=self.file, value=value, duplicates=(), _marks=marks)
 
 
 def read_yaml(path: Path, *, error: type[MegatronError]) -> YamlDocument:
@@ -397,9 +364,9 @@ def parse_document(text: str, file: Path) -> YamlDocument:
     Raises:
         YamlError: The text is refused, as `read_document` does.
     """
-    builder = Builder()
+    reader = _YamlReader(_LOADER(text))
     try:
-        builder.build(_LOADER(text))
+        top = reader.document()
     except yaml.YAMLError as problem:
         mark = getattr(problem, "problem_mark", None)
         line = mark.line + 1 if mark is not None else _line_at(text, problem)
@@ -407,20 +374,12 @@ def parse_document(text: str, file: Path) -> YamlDocument:
         # The end of a file counts as a line after its last one.
         last = max(1, text.count("\n") + (not text.endswith("\n")))
         raise YamlError(min(line, last), f"is not valid YAML: {what}") from problem
-    if not isinstance(builder.top, dict):
-        found = "nothing" if builder.top is None else f"a {type(builder.top).__name__}"
+    if not isinstance(top, dict):
+        found = "nothing" if top is None else f"a {type(top).__name__}"
         raise YamlError(1, f"holds {found} at its top, expected a mapping")
     return YamlDocument(
-        file=file,
-        value=builder.top,
-        duplicates=tuple(builder.duplicates),
-        _lines=builder.lines,
-        _texts=builder.texts,
+        file=file, value=top, duplicates=tuple(reader.duplicates), _marks=reader.marks
     )
-
-
-def _is_index(step: str | int, value: list[JsonValue]) -> bool:
-    return isinstance(step, int) and 0 <= step < len(value)
 
 
 def _line_at(text: str, problem: yaml.YAMLError) -> int:

@@ -109,6 +109,7 @@ BOMB = "a0: &a0 [x]\n" + "".join(
         pytest.param("a: !!set {x}\n", "case.yaml:1: tag 'tag:yaml.org,2002:set' is", id="set"),
         pytest.param("a: !x 1\n", "case.yaml:1: tag '!x' is unknown", id="tag"),
         pytest.param("a: !!int x\n", "case.yaml:1: 'x' is not a tag:yaml.org,2002:int", id="int"),
+        pytest.param("a: !!int ''\n", "case.yaml:1: '' is not a tag:yaml.org,2002:int", id="none"),
         pytest.param("? [a]\n: 1\n", "case.yaml:1: a key is a mapping or list", id="list-key"),
         pytest.param("a: &x 1\n*x : 1\n", "case.yaml:2: a key is an alias", id="alias-key"),
         pytest.param("a:\n  <<: 1\n", "case.yaml:2: '<<' takes a mapping", id="merge"),

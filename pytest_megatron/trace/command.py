@@ -186,51 +186,37 @@ def differences_beside(reference: FoundTrace, candidate: FoundTrace) -> list[str
 
     Paths below the run directories do not count.
     """
-    a, b = reference.plan, candidate.plan
-    if a is None or b is None:
+    if reference.plan is None or candidate.plan is None:
         return []
-    rows: list[tuple[str, object, object]] = [
-        (name, getattr(a, name), getattr(b, name)) for name in ("commit", "image", "python")
+    ours, theirs = _given(reference, reference.plan), _given(candidate, candidate.plan)
+    lines = [
+        f"{name}: {ours.get(name, 'none') or 'given'} and {theirs.get(name, 'none') or 'given'}"
+        for name in dict.fromkeys((*ours, *theirs))
+        if ours.get(name) != theirs.get(name)
     ]
-    rows += _rows("", a.versions, b.versions)
-    rows += [(name, getattr(a, name), getattr(b, name)) for name in ("driver", "gpus", "cpu")]
-    one, other = reference.phase, candidate.phase
-    if one is not None and other is not None:
-        rows += _rows("", _arguments(one, reference), _arguments(other, candidate))
-        rows += _rows("variable ", _variables(one, reference), _variables(other, candidate))
-    lines = [f"{name}: {_shown(old)} and {_shown(new)}" for name, old, new in rows if old != new]
-    for plan, which in ((a, "first"), (b, "second")):
-        lines += [f"uncommitted changes in the {which}"] if plan.is_dirty else []
+    for one, which in ((reference, "first"), (candidate, "second")):
+        lines += [f"uncommitted changes in the {which}"] if one.plan and one.plan.is_dirty else []
     return lines
 
 
-def _rows(
-    prefix: str, old: Mapping[str, str], new: Mapping[str, str]
-) -> list[tuple[str, object, object]]:
-    """Return the values of each name in both runs."""
-    names = dict.fromkeys((*old, *new))
-    return [(f"{prefix}{name}", old.get(name), new.get(name)) for name in names]
-
-
-def _arguments(phase: RecordedPhase, found_trace: FoundTrace) -> dict[str, str]:
-    """Return the program's flags with their values; what is no flag belongs to the one before."""
-    words = phase.argv
+def _given(found: FoundTrace, plan: RecordedPlan) -> dict[str, str]:
+    """Return what a training was given: versions, hardware, arguments, variables, by name."""
+    facts = {name: getattr(plan, name) for name in ("commit", "image", "python", "driver", "cpu")}
+    given = {name: value for name, value in facts.items() if value is not None}
+    given |= {**plan.versions, "gpus": ", ".join(plan.gpus) or "none"}
+    phase = found.phase
+    words = () if phase is None else phase.argv
     start = next((i for i, word in enumerate(words) if word.endswith(".py")), 0)
-    found: dict[str, str] = {}
     name = "program"
-    for word in words[start:]:
+    for word in words[start:]:  # what is no flag belongs to the one before
         is_flag = word.startswith("--")
         name = word if is_flag else name
-        value = "" if is_flag else _without_run(word, found_trace)
-        found[name] = f"{found.get(name, '')} {value}".strip()
-    return found
-
-
-def _variables(phase: RecordedPhase, found_trace: FoundTrace) -> dict[str, str]:
-    """Return the variables of a phase, without paths of the run."""
-    return {
-        name: _without_run(value, found_trace)
-        for name, value in phase.env.items()
+        value = "" if is_flag else _without_run(word, found)
+        given[name] = f"{given.get(name, '')} {value}".strip()
+    variables = {} if phase is None else phase.env
+    return given | {
+        f"variable {name}": _without_run(value, found)
+        for name, value in variables.items()
         if name not in _PASSED_OVER
     }
 
@@ -239,13 +225,6 @@ def _without_run(text: str, found_trace: FoundTrace) -> str:
     """Return a text without the path of its run and the number of its phase."""
     item = re.escape(item_dirs(Path(), found_trace.node_id).root.name)
     return re.sub(rf"[^\s\"'=]*/{item}/repeat_\d+/attempt_\d+/?(phase_\d+)?", "", text)
-
-
-def _shown(value: object) -> str:
-    """Return a value as the table of differences shows it."""
-    if isinstance(value, tuple):
-        return ", ".join(value) or "none"
-    return "none" if value is None else str(value) or "given"
 
 
 @click.group("trace", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -1,7 +1,7 @@
 """Ranks that the code of a program names: `rank == 5`, `rank % 16 == 5`.
 
 Only conditions count that follow from a rank's number and from sizes of the world alone. A word
-means such a number if it sounds so, or if the file assigns one to it. Must not run the program.
+means such a number if it sounds so. Must not run the program.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ _OPERATORS = {
     ast.Mod: operator.mod,
     ast.BitAnd: operator.and_,
 }
-_Assigned = Mapping[str, ast.expr]
 
 
 def named_ranks(
@@ -44,9 +43,9 @@ def named_ranks(
     """
     worlds = [_numbers(rank, world_size, ranks_per_node) for rank in range(world_size)]
     found: dict[frozenset[int], None] = {}
-    for node, assigned in (pair for source in sources for pair in _conditions(Path(source))):
+    for node in (node for source in sources for node in _conditions(Path(source))):
         try:
-            values = [bool(_value(node, numbers, assigned)) for numbers in worlds]
+            values = [bool(_value(node, numbers)) for numbers in worlds]
         except (LookupError, TypeError, ArithmeticError):  # it hangs on something else
             continue
         is_rare = sum(values) * 2 <= world_size
@@ -67,40 +66,22 @@ def _numbers(rank: int, world_size: int, ranks_per_node: int) -> dict[str, int]:
     }
 
 
-def _conditions(source: Path) -> Iterator[tuple[ast.expr, _Assigned]]:
-    """Yield what may be a condition in a file, with what is assigned to names there."""
+def _conditions(source: Path) -> Iterator[ast.expr]:
+    """Yield what may be a condition in a file."""
     try:
         code = source.read_bytes()
         nodes = list(ast.walk(ast.parse(code))) if b"rank" in code.lower() else []
     except (OSError, ValueError, SyntaxError):
         return
-    assigned = _assigned(nodes)
     for node in nodes:
         match node:
             case ast.Compare() | ast.BinOp(op=ast.Mod() | ast.BitAnd()):
-                yield node, assigned
+                yield node
             case _:
                 continue
 
 
-def _assigned(nodes: Iterable[ast.AST]) -> dict[str, ast.expr]:
-    """Return what is assigned to the names of a file, where that is one thing."""
-    found: dict[str, list[ast.expr]] = {}
-    for node in nodes:
-        match node:
-            case ast.Assign(targets=[ast.Tuple(elts=names)], value=ast.Tuple(elts=parts)):
-                pairs = list(zip(names, parts, strict=False))
-            case ast.Assign(targets=[name], value=part):
-                pairs = [(name, part)]
-            case _:
-                continue
-        for name, part in pairs:
-            if isinstance(name, ast.Name):
-                found.setdefault(name.id, []).append(part)
-    return {word: parts[0] for word, parts in found.items() if len(parts) == 1}
-
-
-def _value(node: ast.AST, numbers: Mapping[str, int], assigned: _Assigned) -> object:
+def _value(node: ast.AST, numbers: Mapping[str, int]) -> object:
     """Return what an expression is in a rank.
 
     Raises:
@@ -111,7 +92,7 @@ def _value(node: ast.AST, numbers: Mapping[str, int], assigned: _Assigned) -> ob
         return numbers[word]
 
     def value(part: ast.AST) -> object:
-        return _value(part, numbers, assigned)
+        return _value(part, numbers)
 
     match node:
         case ast.Constant(constant) if str(constant).isdecimal():  # a string is of the environment
@@ -123,9 +104,6 @@ def _value(node: ast.AST, numbers: Mapping[str, int], assigned: _Assigned) -> ob
         case ast.Compare(left, kinds, parts):
             sides = pairwise(map(value, (left, *parts)))
             return all(_apply(k, *two) for k, two in zip(kinds, sides, strict=True))
-        case ast.Name(id=name):
-            others = {word: part for word, part in assigned.items() if word != name}
-            return _value(assigned[name], numbers, others)
         case _:
             raise LookupError
 

@@ -503,7 +503,7 @@ class Merge:
         if axes.has_sequence:
             chunks.append(_sequence(self._samples[1], axes, piece.layout))
         if axes.has_batch:
-            chunks.append(_runs(runs))
+            chunks.append([(slice(to, to + 1), slice(of, of + 1)) for to, of in runs])
         for axis in range(len(chunks), view.ndim):
             size, is_split = view.shape[axis], whole.split[axis]
             is_gated = wholes.is_gated and axis == view.ndim - 1
@@ -841,17 +841,6 @@ def _sequence(samples: Samples, axes: Axes, layout: TraceLayout) -> _Chunks:
         return [(slice(0, samples.length), slice(0, samples.length))]
     tp = layout.tp if axes.sequence_parts > layout.cp[1] else (0, 1)
     return sequence_chunks(samples.length, layout.cp, tp)
-
-
-def _runs(rows: Sequence[tuple[int, int]]) -> _Chunks:
-    """Return pairs of rows as runs of neighbours."""
-    found: list[tuple[Range, Range]] = []
-    for to, of in rows:
-        if found and found[-1][0].stop == to and found[-1][1].stop == of:
-            found[-1] = (slice(found[-1][0].start, to + 1), slice(found[-1][1].start, of + 1))
-        else:
-            found.append((slice(to, to + 1), slice(of, of + 1)))
-    return found
 
 
 def _key(index: Index) -> tuple[object, ...]:

@@ -5,7 +5,6 @@ A `Piece` is one tensor of one rank; its values stay in the file until they are 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import math
@@ -137,7 +136,6 @@ class Trace:
             if end.problem is not None:
                 raise TraceError(str(path), end.problem)
             self._steps[rank] = end.steps
-        self._values = functools.cache(self._map)
 
     @property
     def steps(self) -> int:
@@ -199,22 +197,16 @@ class Trace:
             )
         if not size:
             return np.empty(shape, kind)
-        data = self._values(rank)
-        offset = record.at[0]
-        if offset + size > len(data):
-            raise TraceError(str(file), f"is cut off after {len(data)} bytes; record it again")
-        found = data[offset : offset + size].view(kind).reshape(shape)
+        try:
+            found = np.fromfile(file, kind, math.prod(shape), offset=record.at[0])
+        except OSError as error:
+            raise TraceError(str(file), f"cannot be read: {error.strerror}") from error
+        if found.nbytes < size:
+            raise TraceError(str(file), f"is cut off before {record.tensor}; record it again")
+        found = found.reshape(shape)
         if record.dtype == "bfloat16":
             return (found.astype(np.uint32) << 16).view(np.float32)
         return found
-
-    def _map(self, rank: int) -> NDArray[np.uint8]:
-        """Map the file of a rank's values into memory."""
-        file = self._files[rank].with_suffix(".bin")
-        try:
-            return np.memmap(file, np.uint8, "r")
-        except (OSError, ValueError) as error:
-            raise TraceError(str(file), f"cannot be read: {error}") from error
 
 
 class TracedStep:

@@ -34,12 +34,12 @@ from pytest_megatron.trace.files import (
     read_header,
     record_lines,
 )
+from pytest_megatron.trace.hints import hint_of
 from pytest_megatron.trace.settings import variables_of
 from pytest_megatron.workloads.training.plan.plan import TraceTools
 
 _MOST_WAITING = 20_000  # records of one trace that the other one did not have so far
 _STEP = re.compile(rb'"step": ?(\d+)')
-_SIZES = ("tp", "pp", "dp", "cp", "ep", "etp")
 
 _Key: TypeAlias = tuple[int, int, str, str, str]
 
@@ -92,7 +92,13 @@ def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
     """
     ours, theirs = rank_files(reference), rank_files(candidate)
     layouts = _layouts(ours)
-    _require_layouts(candidate, layouts, _layouts(theirs))
+    if layouts != (others := _layouts(theirs)):
+        raise TraceError(
+            str(candidate),
+            f"is of {counted(len(others), 'rank')} in another layout than the reference, which has "
+            f"{len(layouts)}: bits are compared rank by rank; to compare layouts, write "
+            "pytest-megatron trace compare ROW ROW",
+        )
     ends = {path: read_end(path) for path in (*ours.values(), *theirs.values())}
     for path, end in ends.items():
         if end is not None and end.problem is not None:
@@ -128,7 +134,7 @@ def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
         verdict="different" if divergences else "equal",
         steps=min(steps, default=0),
         num_compared=count.compared,
-        hint=_hint(divergences[0]) if divergences else None,
+        hint=hint_of(divergences, layouts[0], layouts[0]),
         divergences=divergences,
         num_divergences=count.different,
     )
@@ -136,28 +142,6 @@ def compare_bits(reference: Path, candidate: Path) -> TraceComparison:
 
 def _layouts(files: dict[int, Path]) -> dict[int, TraceLayout]:
     return {rank: read_header(path).layout for rank, path in files.items()}
-
-
-def _require_layouts(
-    candidate: Path, ours: dict[int, TraceLayout], theirs: dict[int, TraceLayout]
-) -> None:
-    """Refuse traces of different layouts."""
-    if ours == theirs:
-        return
-    raise TraceError(
-        str(candidate),
-        f"is of {_shown(theirs)}, expected {_shown(ours)} as in the reference: bits are compared "
-        f"rank by rank; to compare layouts, write pytest-megatron trace compare ROW ROW",
-    )
-
-
-def _shown(layouts: dict[int, TraceLayout]) -> str:
-    """Return `4 ranks, tp2 pp2`."""
-    one = layouts[min(layouts)]
-    sizes = [f"{name}{size}" for name in _SIZES if (size := getattr(one, name)[1]) > 1]
-    sizes += [f"vpp{one.vpp}"] if one.vpp > 1 else []
-    sizes += ["sequence parallel"] if one.sequence_parallel else []
-    return f"{counted(len(layouts), 'rank')}, {' '.join(sizes) or 'nothing split'}"
 
 
 def _differences(
@@ -264,21 +248,6 @@ def _merged(found: Iterable[_RecordDifference]) -> Iterator[TensorDivergence]:
             kind=one.kind,
             norm_ratio=one.norm_ratio,
         )
-
-
-def _hint(first: TensorDivergence) -> str | None:
-    """Return what is known from the first divergence alone."""
-    if first.kind in ("missing", "extra"):
-        return "the model, or what it calls, is not the same"
-    if not first.step:
-        return (
-            "the weights differ before the first step: a seed, a checkpoint, or how they are made"
-        )
-    if first.phase == "forward" and first.tensor.startswith("input"):
-        if not first.module:
-            return "the data differ, or their order: this is what the model is called with"
-        return "it is made before this module is called, outside of the modules that are traced"
-    return None
 
 
 def _key_of(record: TraceRecord) -> _Key:

@@ -43,6 +43,8 @@ def hint_of(
     same = [one for one in divergences if (one.step, one.phase) == (first.step, first.phase)]
     if first.kind == "not_finite":
         return "values overflow or are divided by zero here"
+    if first.kind in {"missing", "extra"} and first.tensor != "samples":
+        return "the models, or what ranks compute of them, are not the same"
     match first.phase:
         case "forward":
             found = _forward_hint(first, same, reference, candidate)
@@ -90,8 +92,8 @@ def _gradient_hint(
     names = [one.parameter or "" for one in parameters]
     if not names:
         return (
-            "gradients agree and their norm does not: the norm counts parameters that ranks share"
-            " twice, or misses some"
+            "gradients agree and their norm does not: it counts parameters that ranks share twice,"
+            " misses some, or adds in another order"
         )
     first = parameters[0]
     if candidate.pp[1] > 1 and all(map(_EMBEDDING, names)):
@@ -117,6 +119,8 @@ def _update_hint(first: TensorDivergence) -> str:
     """Return the likely cause of a parameter that differs after a step."""
     if first.is_buffer:
         return "the buffer is updated otherwise, or ranks do not add what each of them counts"
+    if first.step == 0:
+        return "weights differ before the first step: a seed, a checkpoint, or how they are made"
     if first.kind == "replicas":
         return (
             f"gradients agree and {name_ranks(first.ranks)} have other values after the step: their"

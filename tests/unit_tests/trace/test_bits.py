@@ -200,7 +200,7 @@ def test_the_first_fifty_differences_are_kept(tmp_path: Path) -> None:
 
 def test_other_data_are_named(tmp_path: Path) -> None:
     found = compared(tmp_path, STEPS, changed(STEPS, *range(16)))
-    assert found.hint == "the data differ, or their order: this is what the model is called with"
+    assert found.hint == "the inputs of the model differ: data, labels or position ids"
 
 
 def test_other_initial_weights_are_named(tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_other_initial_weights_are_named(tmp_path: Path) -> None:
     found = compared(tmp_path, [first, *STEPS], [replace(first, hash=OTHER), *STEPS])
     assert headline(found.divergences[0]) == f"initial value of {FC1}.weight, rank 0"
     assert found.hint is not None
-    assert found.hint.startswith("the weights differ before the first step")
+    assert found.hint.startswith("weights differ before the first step")
 
 
 def test_a_trace_of_a_program_without_modules_is_not_called_equal(tmp_path: Path) -> None:
@@ -244,9 +244,8 @@ def test_another_layout_is_refused_with_the_way_to_compare_it(tmp_path: Path) ->
     with pytest.raises(TraceError) as caught:
         compare_bits(trace(tmp_path / "a", STEPS), trace(tmp_path / "b", STEPS, STEPS, layouts=tp2))
     assert str(caught.value) == (
-        f"{tmp_path / 'b'}: is of 2 ranks, tp2, expected 1 rank, nothing split as in the "
-        "reference: bits are compared rank by rank; to compare layouts, write pytest-megatron "
-        "trace compare ROW ROW"
+        f"{tmp_path / 'b'}: is of 2 ranks in another layout than the reference, which has 1: bits "
+        "are compared rank by rank; to compare layouts, write pytest-megatron trace compare ROW ROW"
     )
 
 

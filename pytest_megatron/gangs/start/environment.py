@@ -295,7 +295,7 @@ def record_start_environment(early_config: pytest.Config) -> None:
     harmless = {name: value for name, value in HARMLESS_ENV.items() if name not in os.environ}
     may_begin = may_collect and num_nodes == 1 and "PYTEST_XDIST_WORKER" not in os.environ
     if start == "auto" and may_begin:
-        start_env.reader = find_reader(early_config, world_size)
+        start_env.reader = find_reader(early_config)
     watch = start_env.watch = EnvWatch({**env, **harmless}, on_rank_read)
     watch.start()
     early_config.add_cleanup(watch.stop)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib.util
-import io
 import os
 import posix
 import re
@@ -15,14 +13,13 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import cast
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.process.guard import (
@@ -197,34 +194,6 @@ def python_command(code: str) -> list[str]:
     """Return the command that runs code in a fresh interpreter like this one."""
     flags: list[str] = vars(subprocess)["_args_from_interpreter_flags"]()  # as multiprocessing does
     return [sys.executable, *flags, "-c", code]
-
-
-def end_process(exit_code: int, loaded: Collection[str]) -> NoReturn:
-    """End this process as Python does, but without taking apart what was loaded before a fork.
-
-    That takes half a second where torch was: its objects are freed one by one, and its libraries
-    end.
-
-    Args:
-        exit_code: Exit code of this process.
-        loaded: Modules that are left as they are.
-    """
-    with contextlib.suppress(Exception):
-        vars(threading)["_shutdown"]()  # waits for threads
-    files = _own_files()  # an exit function may freeze what there is
-    atexit._run_exitfuncs()
-    for name in [name for name in sys.modules if name not in loaded]:
-        del sys.modules[name]
-    sys.meta_path.clear()  # the import hook of pytest has the session
-    gc.collect()
-    for file in (*files, *_own_files(), sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            file.flush()
-    os._exit(exit_code & 0xFF)
-
-
-def _own_files() -> list[io.IOBase]:
-    return [found for found in gc.get_objects() if isinstance(found, io.IOBase)]
 
 
 def end_if_forked(owner: int, error: BaseException | None = None) -> None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from pytest_megatron.gangs.start.preload import fork_spare, spares
-from pytest_megatron.process.tree import end_process
 from pytest_megatron.session.options import early_words
 
+_BROKEN = 70  # exit code, as of an error in software
 
-class Teller:
+
+class _Teller:
     """Tells the root of the project, and what is to be loaded before the next session."""
 
     def __init__(self, pipe: int) -> None:
@@ -40,7 +42,13 @@ def run_session(arguments: Sequence[str], pipe: int) -> NoReturn:
     """
     words = ["-p", "megatron", *arguments]
     sys.argv[:] = [str(Path(pytest.__file__).with_name("__main__.py")), *words]
-    spares.append(fork_spare())
-    loaded = frozenset(sys.modules)
-    exit_code = pytest.main(words, plugins=[Teller(pipe)])
-    end_process(exit_code, loaded)
+    code = _BROKEN
+    try:
+        code = pytest.main(words, plugins=[_Teller(pipe)])
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 - it must never go on as its parent
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)

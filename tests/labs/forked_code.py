@@ -6,6 +6,7 @@ closed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -17,17 +18,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import BinaryIO, NoReturn, cast
 
 from _pytest.assertion.rewrite import AssertionRewritingHook
 
-from pytest_megatron.gangs.start.preload import fork_spare, spares
+from pytest_megatron.gangs.start import preload
 from pytest_megatron.process.fork_safety import find_obstacle, reseed
-from pytest_megatron.process.tree import die_with, end_process, large_imports
+from pytest_megatron.process.tree import die_with, fork_child, large_imports
 
 _MOST_DESCRIPTORS = 8
 _WARN_IMPORTED = "_warn_already_imported"  # a method of pytest's import hook
@@ -241,7 +243,8 @@ def _become(order: Order, descriptors: Sequence[int]) -> NoReturn:
     reseed(has_user_code=False)
     _expect_modules(loaded)
     gc.unfreeze = lambda: None  # or it is searched for garbage at the end
-    spares.append(fork_spare())
+    vars(preload)["Popen"] = Spare.started
+    Spare.fork()
     module = sys.modules["__main__"] = types.ModuleType("__main__")
     exit_code: object = 0
     try:
@@ -249,6 +252,128 @@ def _become(order: Order, descriptors: Sequence[int]) -> NoReturn:
     except SystemExit as end:
         exit_code = end.code
     end_process(int(cast("int", exit_code or 0)), loaded)
+
+
+_spares: list[Spare] = []  # at most one
+
+
+@dataclass
+class Spare:
+    """A fork that waits to become the preloaded process, with the methods of its `Popen`.
+
+    It has torch, and nothing of the user.
+    """
+
+    pid: int
+    connection: socket.socket
+    exit_code: int | None = None
+
+    @classmethod
+    def fork(cls) -> None:
+        """Fork one, which dies with this process."""
+        own, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def run() -> None:
+            own.close()
+            data, descriptors, _, _ = socket.recv_fds(other, 1, _MOST_DESCRIPTORS)
+            if not data:  # it is not needed
+                return
+            other.detach()
+            content, *streams, connection = descriptors
+            with os.fdopen(content, "rb") as file:
+                file.seek(0)
+                order = json.load(file)
+            for number, descriptor in enumerate(streams):
+                os.dup2(descriptor, number)
+                os.close(descriptor)
+            os.environ.clear()
+            os.environ.update(order["env"])
+            os.dup2(connection, order["connection"])
+            reseed(has_user_code=False)
+            exec(order["code"], {})  # noqa: S102 - of the preloaded process
+
+        pid = fork_child(run, leads_session=True)
+        other.close()
+        _spares.append(cls(pid, own))
+
+    @staticmethod
+    def started(  # noqa: PLR0913 - of Popen
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int],
+        start_new_session: bool,
+    ) -> Spare | subprocess.Popen[bytes]:
+        """Return the spare as if it had been started by that command, or start a process."""
+        if not _spares:
+            return subprocess.Popen(
+                command,
+                env=env,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=pass_fds,
+                start_new_session=start_new_session,
+            )
+        spare = _spares.pop()
+        content = os.memfd_create("order")
+        with os.fdopen(os.dup(content), "wb") as file:
+            order = {"env": dict(env), "code": command[-1], "connection": pass_fds[0]}
+            file.write(json.dumps(order).encode())
+        socket.send_fds(spare.connection, [b"o"], [content, stdin, stdout, stderr, *pass_fds])
+        os.close(content)
+        spare.connection.close()
+        return spare
+
+    def poll(self, options: int = os.WNOHANG) -> int | None:
+        """Return its exit code, or None while it runs."""
+        if self.exit_code is None:
+            try:
+                pid, status = os.waitpid(self.pid, options)
+            except ChildProcessError:  # other code has waited for it
+                pid, status = self.pid, 0
+            self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
+        return self.exit_code
+
+    def wait(self) -> None:
+        """Wait for its end."""
+        self.poll(0)
+
+    def kill(self) -> None:
+        """Kill it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def end_process(exit_code: int, loaded: Collection[str]) -> NoReturn:
+    """End this process as Python does, but without taking apart what was loaded before a fork.
+
+    That takes half a second where torch was: its objects are freed one by one, and its libraries
+    end.
+
+    Args:
+        exit_code: Exit code of this process.
+        loaded: Modules that are left as they are.
+    """
+    with contextlib.suppress(Exception):
+        vars(threading)["_shutdown"]()  # waits for threads
+    files = _own_files()  # an exit function may freeze what there is
+    atexit._run_exitfuncs()
+    for name in [name for name in sys.modules if name not in loaded]:
+        del sys.modules[name]
+    sys.meta_path.clear()  # the import hook of pytest has the session
+    gc.collect()
+    for file in (*files, *_own_files(), sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            file.flush()
+    os._exit(exit_code & 0xFF)
+
+
+def _own_files() -> list[io.IOBase]:
+    return [found for found in gc.get_objects() if isinstance(found, io.IOBase)]
 
 
 def _open_streams() -> None:

@@ -61,19 +61,6 @@ class SessionEnded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BecomeRank:
-    """Start of a rank in a process that was started before its session.
-
-    Attached are the pipes that it shares with its agent, and what it keeps.
-
-    Attributes:
-        content: Data that a rank that is executed gets on stdin.
-    """
-
-    content: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class DebuggerWanted:
     """A rank asks for permission to enter the debugger, and waits.
 
@@ -417,7 +404,6 @@ Message: TypeAlias = (
     | Welcome
     | Joined
     | SessionEnded
-    | BecomeRank
 )
 
 

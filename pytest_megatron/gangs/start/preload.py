@@ -8,33 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib
 import json
 import os
-import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from subprocess import Popen
 from typing import BinaryIO, NoReturn
 
 from pytest_megatron.gangs.forkserver.server import Agent, fork_rank
 from pytest_megatron.gangs.forkserver.store import StoreKeeper
-from pytest_megatron.gangs.ipc.channel import BufferedChannel, Channel
-from pytest_megatron.gangs.ipc.messages import BecomeRank
+from pytest_megatron.gangs.ipc.channel import BufferedChannel
 from pytest_megatron.gangs.rank.logs import close_stdin
 from pytest_megatron.gangs.start.collector import SessionInfo, collect_and_serve
-from pytest_megatron.process.fork_safety import find_obstacle, reseed
+from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.process.tree import (
-    close_descriptors,
-    die_with,
-    end_process,
-    fork,
-    fork_child,
     import_installed,
-    large_imports,
     python_command,
     run_guarded,
 )
@@ -50,77 +41,6 @@ main({connection})
 
 
 @dataclass(slots=True)
-class Spare:
-    """A process that waits to become the preloaded one, with the methods of `Popen` that it needs.
-
-    It is a fork of a process that has loaded torch, and nothing of the user.
-    """
-
-    pid: int
-    channel: Channel
-    exit_code: int | None = None
-
-    def start(self, env: Mapping[str, str], path: Sequence[str], streams: Sequence[int]) -> None:
-        """Have it become the preloaded process.
-
-        Args:
-            env: All variables.
-            path: `sys.path`.
-            streams: Its stdin, stdout and stderr, and its connection.
-        """
-        content = json.dumps({"env": dict(env), "path": list(path)})
-        self.channel.send(BecomeRank(content=content), streams)
-        self.channel.close()
-
-    def poll(self, options: int = os.WNOHANG) -> int | None:
-        """Return its exit code, or None while it runs."""
-        if self.exit_code is None:
-            try:
-                pid, status = os.waitpid(self.pid, options)
-            except ChildProcessError:  # other code has waited for it
-                pid, status = self.pid, 0
-            self.exit_code = os.waitstatus_to_exitcode(status) if pid else None
-        return self.exit_code
-
-    def wait(self) -> None:
-        """Wait for its end."""
-        self.poll(0)
-
-    def kill(self) -> None:
-        """Kill it."""
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-
-spares: list[Spare] = []  # in a session that is itself such a fork; at most one
-
-
-def fork_spare() -> Spare:
-    """Fork a process that waits to become the preloaded one, and dies with this process."""
-    own, other = socket.socketpair()
-
-    def run() -> None:
-        close_descriptors([other.fileno()])
-        message, descriptors = Channel(other).receive_with_descriptors()
-        if not isinstance(message, BecomeRank):  # it is not needed
-            return
-        content = json.loads(message.content)
-        *streams, connection = descriptors
-        for number, descriptor in enumerate(streams):
-            os.dup2(descriptor, number)
-            os.close(descriptor)
-        os.environ.clear()
-        os.environ.update(content["env"])
-        sys.path[:] = content["path"]
-        reseed(has_user_code=False)
-        main(connection)
-
-    pid = fork_child(run, leads_session=True)
-    other.close()
-    return Spare(pid, Channel(own))
-
-
-@dataclass(slots=True)
 class PreloadedProcess:
     """The preloaded process, seen from the controller.
 
@@ -130,7 +50,7 @@ class PreloadedProcess:
         log: Descriptor of its output, a file in memory.
     """
 
-    process: subprocess.Popen[bytes] | Spare
+    process: Popen[bytes]
     stdin: BinaryIO
     connection: socket.socket
     log: int
@@ -185,20 +105,15 @@ def start_preloaded(
     log = os.memfd_create("preload")
     read_end, write_end = os.pipe()
     ours, theirs = socket.socketpair()
-    process: subprocess.Popen[bytes] | Spare
-    if spares:
-        process = spares.pop()
-        process.start(env, path, (read_end, log, log, theirs.fileno()))
-    else:
-        process = subprocess.Popen(
-            python_command(_CODE.format(path=list(path), connection=theirs.fileno())),
-            env=dict(env),
-            stdin=read_end,
-            stdout=log,
-            stderr=log,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
+    process = Popen(
+        python_command(_CODE.format(path=list(path), connection=theirs.fileno())),
+        env=dict(env),
+        stdin=read_end,
+        stdout=log,
+        stderr=log,
+        pass_fds=[theirs.fileno()],
+        start_new_session=True,
+    )
     os.close(read_end)
     theirs.close()
     stdin = os.fdopen(write_end, "wb")
@@ -218,53 +133,16 @@ def main(descriptor: int) -> NoReturn:
     connection = socket.socket(fileno=descriptor)
     connection.set_inheritable(False)
     run_guarded(partial(_serve, connection), connection)
-    end_process(0, loaded=sys.modules)
-
-
-def _import_in_child(modules: Sequence[str]) -> None:
-    """Import modules in a fork, which goes on instead of this process.
-
-    This one goes on if a module cannot be imported or keeps the fork from being forked: ranks
-    import them where the user's code does.
-    """
-    parent = os.getpid()
-    read_end, write_end = os.pipe()
-    pid = fork()
-    if pid == 0:
-        die_with(parent)
-        os.close(read_end)
-        try:
-            with large_imports():
-                for name in modules:
-                    importlib.import_module(name)
-            obstacle = find_obstacle()
-        except BaseException as error:  # noqa: BLE001 - ranks report it
-            obstacle = repr(error)
-        if obstacle:
-            os._exit(0)
-        os.write(write_end, b"1")
-        os.close(write_end)
-        return
-    os.close(write_end)
-    has_imported = bool(os.read(read_end, 1))
-    os.close(read_end)
-    os.waitpid(pid, 0)
-    if has_imported:
-        os._exit(0)
-
-
-def _load(modules: Sequence[str]) -> None:
-    """Import torch, and then modules in a fork that goes on instead of this process."""
-    import_installed(_PRELOADED)
-    if modules:
-        _import_in_child(modules)
+    os._exit(0)
 
 
 def _serve(connection: socket.socket) -> None:
     """Load torch, wait for the session's data, and start ranks until the session ends."""
     env, path = dict(os.environ), list(sys.path)
     modules: list[str] = json.loads(sys.stdin.buffer.readline() or b"[]")
-    _load(modules)
+    import_installed((*_PRELOADED, *modules))
+    if modules and (obstacle := find_obstacle(f"{', '.join(modules)} was imported")):
+        sys.exit(f"megatron_preload: {obstacle}")
     changed = {name: value for name, value in os.environ.items() if env.get(name) != value}
     added = [entry for entry in sys.path if entry not in path]
     keeper = StoreKeeper()

@@ -384,6 +384,7 @@ class PerRank:
         def restart() -> None:
             """Start the process with torch anew."""
             self._worlds.clear()
+            self._start_env.begun = ()
             self._preloaded.stop()
             self._preloaded = self._begin()
 

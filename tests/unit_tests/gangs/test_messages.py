@@ -7,7 +7,6 @@ import pytest
 from pytest_megatron.gangs.ipc.messages import (
     AskStacks,
     AskToCollect,
-    BecomeRank,
     Broken,
     Close,
     Closed,
@@ -102,7 +101,6 @@ MESSAGES: tuple[Message, ...] = (
     ),
     Joined(problem="1 error during collection"),
     SessionEnded(exit_code=2, text="KeyboardInterrupt"),
-    BecomeRank(content="{}"),
 )
 
 

@@ -145,8 +145,9 @@ def test_packages_are_imported_once_for_all_ranks(suite: Suite) -> None:
                 assert conftest.HAD == {"psutil"}
         """,
     )
-    run = suite.run("-v", "--ranks=2", *COLLECT, "-omegatron_preload=psutil,not_there,xdist")
+    run = suite.run("-v", "--ranks=2", *COLLECT, "-omegatron_preload=psutil,not_there.sub")
     assert run.words == {"test_it": "FAILED"}, run.stdout
+    assert "AssertionError: assert set() == {'psutil'}" in run.stdout
     run = suite.run("-v", "--ranks=2", *COLLECT, "-omegatron_preload=psutil")
     assert run.words == {"test_it": "PASSED"}, run.stdout
 

@@ -13,7 +13,6 @@ import click
 from pytest_megatron.base.command import format_option
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import Quarantine, today
-from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, printable
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.flaky.quarantine import table_line
@@ -36,26 +35,16 @@ _QUARANTINE_DAYS = 30
     help="The file that runs append to.",
 )
 @click.option("--since", metavar="SPAN", help="Only the last 30d, 12h, 2w; by default everything.")
-@click.option(
-    "--min-runs",
-    type=click.IntRange(min=1),
-    default=1,
-    show_default=True,
-    help="Leave out items that ran less often.",
-)
-@format_option(
-    "text", "json", "markdown", about="markdown is a table for a pull request or an issue."
-)
-def command(*, path: Path, since: str | None, min_runs: int, form: str) -> None:
+@format_option("text", "json")
+def command(*, path: Path, since: str | None, form: str) -> None:
     """Print how often each item was flaky, the worst first, and lines that quarantine them.
 
     An item is listed if it passed only when it was run again, or passed and failed at the same
     commit. Lines of the file that cannot be read are named on stderr and skipped.
     """
     start = "" if since is None else days_ago(_days_of(since))
-    records = flaky_records(_read_entries(path), since=start, min_runs=min_runs)
-    text = _FORMATS[form](records)
-    click.echo(text if form == "json" else printable(text), nl=False)
+    records = flaky_records(_read_entries(path), since=start)
+    click.echo(_as_json(records) if form == "json" else printable(_as_text(records)), nl=False)
 
 
 def _read_entries(path: Path) -> tuple[HistoryEntry, ...]:
@@ -114,10 +103,6 @@ def _line(record: HistoryRecord) -> str:
     return table_line(record.node_id, Quarantine(reason=reason, until=until))
 
 
-def _as_markdown(records: Sequence[HistoryRecord]) -> str:
-    return render("flaky.md", rows=[(record, _cells(record)) for record in records])
-
-
 def _as_json(records: Sequence[HistoryRecord]) -> str:
     """Return flaky items as JSON."""
     rows: list[JsonValue] = [
@@ -136,9 +121,6 @@ def _as_json(records: Sequence[HistoryRecord]) -> str:
         for record in records
     ]
     return json.dumps(rows, indent=1) + "\n"
-
-
-_FORMATS = {"text": _as_text, "json": _as_json, "markdown": _as_markdown}
 
 
 def _cells(record: HistoryRecord) -> tuple[str, ...]:

@@ -24,7 +24,6 @@ from pytest_megatron.base.project import (
     parse_quarantine,
     today,
 )
-from pytest_megatron.base.text import counted
 from pytest_megatron.flaky.quarantine import TABLE, matches, project_quarantines
 from pytest_megatron.flaky.statistics import FailureStreak, failure_streak
 from pytest_megatron.gangs.markers import QUARANTINE, is_quarantined_by_us
@@ -37,7 +36,6 @@ from pytest_megatron.session.state import session_of
 NAME = "megatron-quarantine"
 _STATE = "megatron_quarantine"  # attribute of a report, which crosses from a worker
 _UNKNOWN = FailureStreak(num_failed=0, num_needed=2, since="", num_bad_before=0, num_before=0)
-_NOTE = "goldens are written, so it counts"
 
 
 class QuarantinePlugin:
@@ -45,13 +43,11 @@ class QuarantinePlugin:
 
     Attributes:
         found: Node id -> quarantine; of what this process runs itself.
-        suspended: Node ids whose quarantine does not hold in this session.
         streaks: Node id -> its failures in a row before this session.
     """
 
     def __init__(self) -> None:
         self.found: dict[str, Quarantine] = {}
-        self.suspended: set[str] = set()
         self.streaks: dict[str, FailureStreak] = {}
         self._broken: dict[str, str] = {}  # node id -> why it counts: it may be a regression
         self._day: dt.date = today()
@@ -86,38 +82,23 @@ class QuarantinePlugin:
             terminalreporter.section("quarantine", sep="-")
         for node_id, state in self._seen.items():
             terminalreporter.line(_line(node_id, state))
-        unknown = [state for state in self._seen.values() if state["holds"] and not state["known"]]
-        if unknown:
-            terminalreporter.line(
-                f"no earlier run of {counted(len(unknown), 'item')} is in the history, so that a "
-                f"regression would not be noticed before quarantine is over; keep megatron_history"
-            )
-        dirty = [state for state in self._seen.values() if state["holds"] and state["dirty"]]
-        if dirty:
-            terminalreporter.line(
-                f"the last failures of {counted(len(dirty), 'item')} do not count, as the tree had "
-                "changes; a file that git neither has nor ignores is one, too"
-            )
 
     def _mark(self, report: pytest.TestReport, quarantine: Quarantine) -> None:
         """Turn the failure of an item in quarantine into an expected one."""
-        is_suspended = report.nodeid in self.suspended
-        holds = quarantine.holds_on(self._day) and not is_suspended
+        is_expired = not quarantine.holds_on(self._day)
         streak = self.streaks.get(report.nodeid, _UNKNOWN)
-        if holds and report.failed and streak.num_failed + 1 >= streak.num_needed:
+        if not is_expired and report.failed and streak.num_failed + 1 >= streak.num_needed:
             self._broken[report.nodeid] = _regression(streak)
         problem = self._broken.get(report.nodeid, "")
-        holds = holds and not problem
+        holds = not (is_expired or problem)
         failure = _headline(report) if report.failed else ""
         state = RecordedQuarantine(
             reason=quarantine.reason,
             until=quarantine.until.isoformat(),
-            is_expired=not quarantine.holds_on(self._day),
+            is_expired=is_expired,
             holds=holds,
         )
-        is_dirty = streak.num_dirty >= streak.num_needed  # it would count otherwise
-        more = {"failure": failure, "problem": problem, "dirty": is_dirty}
-        report.__dict__[_STATE] = {**asdict(state), **more, "known": streak.num_known > 0}
+        report.__dict__[_STATE] = {**asdict(state), "failure": failure, "problem": problem}
         record = record_on(report)
         if record is not None:
             advice = problem or record.advice
@@ -142,7 +123,7 @@ def quarantine_items(
         items: Those that will run.
         has_roles: Whether workloads or gangs are in this session: only then the project's settings
             are read.
-        is_writing: Whether the session writes goldens.
+        is_writing: Whether the session writes goldens: then no workload is in quarantine.
 
     Raises:
         pytest.UsageError: A mark or a setting is wrong.
@@ -150,20 +131,19 @@ def quarantine_items(
     patterns: dict[str, Quarantine] = {}
     if has_roles:
         with usage_errors():
-            patterns = project_quarantines(load_config(config.rootpath), config.rootpath)
+            patterns = project_quarantines(load_config(config.rootpath))
     found: dict[str, Quarantine] = {}
-    suspended: set[str] = set()
     for item in items:
+        if is_writing and hasattr(item, "workload"):
+            continue
         quarantine = _quarantine_by_marks(item, has_roles=has_roles) or next(
             (q for pattern, q in patterns.items() if matches(pattern, item.nodeid)), None
         )
         if quarantine is not None:
             found[item.nodeid] = quarantine
-            if is_writing and hasattr(item, "workload"):
-                suspended.add(item.nodeid)
     if found:
         plugin = register_quarantine(config)
-        plugin.found, plugin.suspended = found, suspended
+        plugin.found = found
         plugin.streaks = _streaks(config, [item for item in items if item.nodeid in found])
 
 
@@ -255,7 +235,5 @@ def _line(node_id: str, state: Mapping[str, JsonValue]) -> str:
         return f"expired     {node_id}  was in quarantine until {until}, and counts again: {reason}"
     if state["problem"]:
         return f"counts      {node_id}  in quarantine until {until}: {reason}; {state['problem']}"
-    if not state["holds"]:
-        return f"suspended   {node_id}  in quarantine until {until}, but {_NOTE}: {reason}"
     what = f"failed: {failure}" if failure else "passed; if that lasts, end its quarantine"
     return f"quarantined {node_id}  until {until}: {reason}; {what}"

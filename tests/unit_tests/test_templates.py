@@ -165,7 +165,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "causes": [(EVIL, EVIL)],
         "files": [("New", [EVIL])],
     },
-    "flaky.md": {"rows": [({"first_seen": EVIL}, [EVIL] * 7)]},
     "triage.md": {
         "groups": [
             (

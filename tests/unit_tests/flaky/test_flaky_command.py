@@ -1,4 +1,4 @@
-"""`pytest-megatron flaky`: its three forms and its errors."""
+"""`pytest-megatron flaky`: its two forms and its errors."""
 
 from __future__ import annotations
 
@@ -60,16 +60,6 @@ def test_text_has_a_line_for_each_item_the_worst_first(history: Path) -> None:
         ),
         "",
     )
-
-
-def test_markdown_is_a_table(history: Path) -> None:
-    lines = run("--history", history, "--format", "markdown", "--min-runs", "2")[1].splitlines()
-    assert lines[2:] == [
-        (
-            "| 1 | 3 | 67% | 1 | 2026-11-21 | 2026-11-21 | `test_x.py::test_a` | "
-            "dns 1, passed and failed at one commit |"
-        )
-    ]
 
 
 def test_json_holds_everything(history: Path) -> None:

@@ -7,8 +7,7 @@ on is no leak of the test that used them first.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Protocol, TypeAlias, cast
 
 from pytest_megatron.base.text import counted, listed
@@ -22,7 +21,10 @@ KINDS = ("groups", "threads", "processes", "environment")
 _open = open  # a test may leave another one
 _MOST_LISTED = 3
 _DUMMY = "_DummyThread"  # of a thread that Python has not started, such as one of autograd
-_THREADS_OF_LIBRARIES = ("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy")
+_THREADS_OF_LIBRARIES = (
+    *("tqdm", "torch._inductor", "pytest_megatron", "pytest_timeout", "debugpy"),
+    "concurrent.futures",  # pools, such as the one that Inductor compiles in
+)
 _PROCESSES_OF_LIBRARIES = ("resource_tracker", "forkserver", "compile_worker", "debugpy")
 # They set variables at their first use, as pytest does for each test.
 _VARIABLES_OF_LIBRARIES = frozenset(
@@ -37,17 +39,11 @@ _VARIABLES_OF_LIBRARIES = frozenset(
 )
 
 
-class _HeldGroup(Protocol):
-    """Interface of a process group."""
-
-    def size(self) -> int: ...
-
-
 class _GroupRegistry(Protocol):
     """Interface of the process groups that torch has."""
 
-    default_pg: _HeldGroup | None
-    pg_names: Mapping[_HeldGroup, str]
+    default_pg: object
+    pg_names: Mapping[object, str]
 
 
 class _TorchCuda(Protocol):
@@ -111,30 +107,28 @@ def _variable(module: str, name: str) -> object:
     return getattr(sys.modules.get(module), "__dict__", {}).get(name)
 
 
-def _groups() -> Iterator[tuple[int, str, int]]:
-    """Yield identity, name and size of each process group but the default one."""
+def _groups() -> list[tuple[int, str]]:
+    """Return identity and name of each process group but the default one."""
     found = cast("_GroupRegistry | None", _variable("torch.distributed.distributed_c10d", "_world"))
-    for group, name in () if found is None else found.pg_names.items():
-        if found is not None and group is not found.default_pg:
-            yield id(group), name, group.size()
+    if found is None:
+        return []
+    return [
+        (id(group), name) for group, name in found.pg_names.items() if group is not found.default_pg
+    ]
 
 
-def _children() -> set[int]:
+def _children() -> list[int]:
     """Return child processes, which are listed by the thread that started them.
 
     Those of threads that Python knows: NCCL and gloo have a thousand of their own where a suite
     destroys no groups, start no processes, and would take 50 ms after each test.
     """
-    try:
-        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except OSError:  # there are none
-        return set()
-    found: set[int] = set()
+    found: list[int] = []
     threads = {thread.native_id for thread in threading.enumerate()}
     for thread in threads | {os.getpid()}:  # of the main one: in a forked process it has another
         try:
             with _open(f"/proc/self/task/{thread}/children") as file:
-                found.update(map(int, file.read().split()))
+                found += map(int, file.read().split())
         except OSError:
             continue
     return found
@@ -151,12 +145,7 @@ def describe(things: Collection[Thing]) -> list[str]:
 
 
 def _describe_groups(keys: Collection[object]) -> str:
-    sizes = Counter(size for _, _, size in cast("Collection[tuple[int, str, int]]", keys))
-    ranks = ", ".join(
-        counted(size, "rank") if len(sizes) == 1 else f"{number} of {counted(size, 'rank')}"
-        for size, number in sorted(sizes.items())
-    )
-    return f"{counted(len(keys), 'process group')} ({ranks})"
+    return counted(len(keys), "process group")
 
 
 def _describe_threads(keys: Collection[object]) -> str:
@@ -166,20 +155,10 @@ def _describe_threads(keys: Collection[object]) -> str:
         target = vars(thread).get("_target")
         places = (type(thread).__module__, str(getattr(target, "__module__", "")))
         is_of_library = any(place.startswith(_THREADS_OF_LIBRARIES) for place in places)
-        if not is_of_library and type(thread).__name__ != _DUMMY and not _is_of_inductor(thread):
+        if not is_of_library and type(thread).__name__ != _DUMMY:
             names.append(thread.name)
     what = f"{counted(len(names), 'thread')} ({listed(sorted(names), _MOST_LISTED)})"
     return what if names else ""
-
-
-def _is_of_inductor(thread: object) -> bool:
-    """Return whether a thread is of the pool that Inductor compiles in."""
-    compiler = _variable("torch._inductor.async_compile", "AsyncCompile")
-    pool = getattr(compiler, "pool", None)
-    if pool is None or not pool.cache_info().currsize:  # it has none
-        return False
-    executor, *_ = getattr(thread, "_args", None) or (None,)  # a weak reference
-    return callable(executor) and executor() is pool()
 
 
 def _describe_processes(keys: Collection[object]) -> str:

@@ -13,7 +13,7 @@ import pluggy
 import pytest
 
 from pytest_megatron.gangs.ipc.messages import RankConfig
-from pytest_megatron.leaks.look import Look, Thing, Things, cuda_bytes, describe, free_workspaces
+from pytest_megatron.leaks.look import Look, Things, cuda_bytes, describe, free_workspaces
 from pytest_megatron.process.originals import time
 
 _MOST_BYTES = 1 << 20  # of CUDA memory
@@ -30,7 +30,6 @@ class LeakPlugin:
         self._initial = self._last = self._look.things()
         self._bytes = cuda_bytes()
         self._of_fixtures: dict[object, Things] = {}
-        self._makers: dict[Thing, str] = {}
         self._has_passed = True
         self._text = ""  # of the failure of the running test
 
@@ -77,9 +76,7 @@ class LeakPlugin:
         yield
         after = None if before is None else self._try_to_look()
         if before is not None and after is not None:
-            made = after[0] - before[0]
-            self._of_fixtures[fixturedef] = made
-            self._makers.update(dict.fromkeys(made, fixturedef.argname))
+            self._of_fixtures[fixturedef] = after[0] - before[0]
             self._bytes += after[1] - before[1]
 
     @pytest.hookimpl(tryfirst=True)
@@ -107,16 +104,7 @@ class LeakPlugin:
         new = self._new(now)
         self._last, self._bytes = now, self._bytes + grown
         memory = [f"{grown / (1 << 20):.1f} MiB of CUDA memory"] * (grown > _MOST_BYTES)
-        of_fixtures = {name for thing in new if (name := self._makers.get(thing))}
-        return [
-            *memory,
-            *describe([thing for thing in new if thing not in self._makers]),
-            *(
-                f"{text}, of fixture {name}"
-                for name in sorted(of_fixtures)
-                for text in describe([t for t in new if self._makers.get(t) == name])
-            ),
-        ]
+        return [*memory, *describe(new)]
 
     def _new(self, now: Things) -> Things:
         """Return what was there neither at first, nor after the test before, nor of a fixture."""

@@ -106,8 +106,8 @@ def test_a_leak_fails_its_test_and_names_the_ranks(suite: Suite) -> None:
     }, run.stdout
     assert "\nERROR test_settings.py::test_sets - [rank " in run.stdout
     assert "] the test left behind: environment: LEFT set at test_settings.py:8\n" in run.stdout
-    of_fixture = "1 thread (of-a-fixture), of fixture leaky"
-    left = {0: of_fixture, 1: f"environment: OF_RANK_1 set; {of_fixture}"}
+    of_fixture = "1 thread (of-a-fixture)"
+    left = {0: of_fixture, 1: f"{of_fixture}; environment: OF_RANK_1 set"}
     for rank, text in left.items():
         assert f"\nrank {rank}: failed: the test left behind: {text}\n" in run.stdout
     assert "secret" not in run.stdout

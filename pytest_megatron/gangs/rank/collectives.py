@@ -318,11 +318,6 @@ def default_group() -> DefaultGroup | None:
     return None if _counter is None else _counter.describe_default()
 
 
-def find_default_group() -> object:
-    """Return the default group itself, or None without one."""
-    return None if _counter is None else _counter.find_default()
-
-
 def _install() -> bool:
     """Wrap torch if it is loaded; return whether it is."""
     global _counter  # noqa: PLW0603 - one process, one torch

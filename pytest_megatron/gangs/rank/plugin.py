@@ -19,7 +19,6 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.text import said_by
 from pytest_megatron.gangs.controller.other_plugins import (
     draw_same_examples,
     notes_on_failure,
@@ -43,15 +42,11 @@ from pytest_megatron.gangs.rank.collectives import count_collectives
 from pytest_megatron.gangs.rank.debugger import RankDebugger
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, flush_streams
-from pytest_megatron.gangs.rank.process_state import (
-    StateKeeper,
-    continue_parent,
-)
+from pytest_megatron.gangs.rank.process_state import StateKeeper, continue_parent
 from pytest_megatron.process.originals import traceback
 from pytest_megatron.process.tree import end_if_forked
 
 _NOT_KNOWN = SystemExit(70)  # pytest does not pass on the exception of a finalizer
-_GROUP_TWICE = "initialize the default process group twice"  # as torch words it
 _NEW = 1  # generation of objects that a garbage collection has seen once at most
 _SLOW_S = 0.2  # a phase this long is reported at its end, not with the test
 _OWN_ATTRIBUTES = frozenset(
@@ -182,7 +177,7 @@ class RankPlugin:
             Reason why this rank cannot run another test, or "".
         """
         lack = self._state.find_lack_of_descriptors()
-        found, problem = ([], "") if is_last else self._state.restore(item.nodeid)
+        found, problem = ([], "") if is_last else self._state.restore()
         if continue_parent():
             found.append("it stopped the process that starts ranks, which was continued")
         found += [f"{what}, and its gang is replaced" for what in (problem, lack) if what]
@@ -288,7 +283,6 @@ class RankPlugin:
         if report.failed:
             self._failures += [] if call.excinfo is None else [ref(call.excinfo)]
             report.sections += notes_on_failure(item)
-            report.sections += self._notes_on_groups(call.excinfo)
         found = _reported(item.config, report)
         run = self._run
         assert run is not None
@@ -310,16 +304,6 @@ class RankPlugin:
             if run.is_last_if_failed:
                 item.session.shouldfail = "the session ends here"
         return report
-
-    def _notes_on_groups(
-        self, error: pytest.ExceptionInfo[BaseException] | None
-    ) -> list[tuple[str, str]]:
-        """Name the test that made the default group that is in the way."""
-        maker = self._state.group_maker
-        if error is None or not maker or _GROUP_TWICE not in _words_of(error.value):
-            return []
-        text = f"{maker} initialized it and left it open: end it there by destroy_process_group()"
-        return [("default process group", text)]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None]:
@@ -440,15 +424,6 @@ def _reported(config: pytest.Config, report: pytest.TestReport) -> PhaseReport:
     )
     full = None if is_bare else serialise(config, report)
     return PhaseReport(str(report.when), report.outcome, report.start, report.stop, full)
-
-
-def _words_of(error: BaseException | None) -> str:
-    """Return what an exception says, and those that it was raised from or while handling."""
-    found: list[BaseException] = []
-    while error is not None and not any(error is one for one in found):
-        found.append(error)
-        error = error.__cause__ or error.__context__
-    return "\n".join(map(said_by, found))
 
 
 def _broken_fixtures(item: pytest.Item) -> Iterator[pytest.FixtureDef[object]]:

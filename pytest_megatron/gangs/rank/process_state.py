@@ -18,11 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from pytest_megatron.gangs.rank.collectives import (
-    DefaultGroup,
-    default_group,
-    find_default_group,
-)
+from pytest_megatron.gangs.rank.collectives import DefaultGroup, default_group
 from pytest_megatron.gangs.rank.logs import STANDARD, RankLogs
 from pytest_megatron.process.originals import os
 
@@ -49,15 +45,12 @@ class StateKeeper:
         logs: Standard streams of the rank.
         temp: Returns the directory in which tests make theirs.
         variables: Names of those that this rank was given.
-        group_maker: Test in which the default group was made; "" if there is none.
     """
 
     world_size: int
     logs: RankLogs
     temp: Callable[[], Path | None]
     variables: Iterable[str] = ()
-    group_maker: str = ""
-    _last_group: object = None
     _raw: dict[str, bytes] = field(default_factory=dict)
     _expected: State = field(default_factory=dict)
     _replaced: dict[Hashable, State] = field(default_factory=dict)
@@ -103,22 +96,16 @@ class StateKeeper:
         """Expect the state before a fixture again, as it is torn down."""
         self._expected.update(self._replaced.pop(fixture, {}))
 
-    def restore(self, test: str) -> tuple[list[str], str]:
+    def restore(self) -> tuple[list[str], str]:
         """Restore the state that the test has changed.
 
         Any test may destroy the default group, and create one of all ranks if there is none.
-
-        Args:
-            test: Node id of the test.
 
         Returns:
             The changes, and a problem with the default group, or "".
         """
         state, expected = self.look(), self._expected
         wrong_group = self._judge_group(state, expected)
-        group = find_default_group()
-        if group is not self._last_group:
-            self._last_group, self.group_maker = group, "" if group is None else test
         expected[_GROUP] = state[_GROUP]
         changed = [
             str(name)

@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 
 _RANK_WORDS = re.compile(r"\b(?:[A-Z]+_)*(?:RANK|WORLD_SIZE|PROCID|LOCALID)\b")
-# In a function: modules that load it at their top have done so.
-_LOADS_TORCH = re.compile(
-    r"^[ \t]+(?:import|from)[ \t]+(?:torch|megatron)\b|\bimportorskip\([\"']torch\b", re.MULTILINE
-)
 _READERS = ("<frozen", os.__file__)  # `getenv`, `get`
 
 
@@ -100,35 +96,17 @@ def find_rank_words(modules: Iterable[ModuleType], root: Path) -> str:
         modules: Those that are loaded.
         root: Root of the project; libraries below it are left out.
     """
-    for file, text in _sources(modules, root):
+    for module in modules:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py") or is_library(file):
+            continue
+        try:
+            text = Path(file).read_text(errors="replace") if Path(file).is_relative_to(root) else ""
+        except OSError:  # it was removed after it was loaded
+            continue
         if (found := _RANK_WORDS.search(text)) is not None:
             return f"{found[0]} in {file}:{text.count(chr(10), 0, found.start()) + 1}"
     return ""
-
-
-def will_load_torch(modules: Iterable[ModuleType], root: Path) -> bool:
-    """Return whether functions in the source of a project's modules load torch when called.
-
-    Args:
-        modules: Those that are loaded.
-        root: Root of the project; libraries below it are left out.
-    """
-    return any(_LOADS_TORCH.search(text) for _, text in _sources(modules, root))
-
-
-def _sources(modules: Iterable[ModuleType], root: Path) -> Iterator[tuple[str, str]]:
-    """Yield file and text of a project's modules."""
-    for module in modules:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        path = Path(file)
-        if is_library(file) or not path.is_relative_to(root):
-            continue
-        try:
-            yield file, path.read_text(encoding="utf-8", errors="replace")
-        except OSError:  # it was removed after it was loaded
-            continue
 
 
 def _watched(note: Callable[[str, str], None]) -> type:

@@ -54,7 +54,6 @@ from pytest_megatron.gangs.start.environment import (
     KEY,
     StartEnvironment,
     find_rank_words,
-    will_load_torch,
 )
 from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
@@ -113,15 +112,11 @@ def why_per_rank(config: pytest.Config, options: Options, sizes: set[int], defau
 def modules_to_load(session: pytest.Session) -> tuple[str, ...]:
     """Return modules that the template process loads first, so that no rank has to.
 
-    That is torch, if collecting has not loaded it but tests will.
+    That is torch, if collecting has not loaded it but a fixture of ours will.
     """
-    if _TORCH in sys.modules:
-        return ()
-    loaded, root = list(sys.modules.values()), session.config.rootpath
-    is_asked_for = any(
-        not _TORCH_FIXTURES.isdisjoint(getattr(item, "fixturenames", ())) for item in session.items
-    )
-    return (_TORCH,) if is_asked_for or will_load_torch(loaded, root) else ()
+    asked = (getattr(item, "fixturenames", ()) for item in session.items)
+    is_needed = any(not _TORCH_FIXTURES.isdisjoint(names) for names in asked)
+    return (_TORCH,) if is_needed and _TORCH not in sys.modules else ()
 
 
 def make_session_info(config: pytest.Config) -> SessionInfo:

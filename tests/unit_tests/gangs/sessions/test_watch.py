@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from pytest_megatron.gangs.start.environment import EnvWatch, find_rank_words, will_load_torch
+from pytest_megatron.gangs.start.environment import EnvWatch, find_rank_words
 
 ENV = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "4"}
 
@@ -98,23 +98,3 @@ def test_words_of_ranks_are_found_in_sources_of_the_project(
     found = find_rank_words([ModuleType("built in"), *modules], tmp_path)
     line = text.count("\n") + 1
     assert found == (f"{word} in {tmp_path}/helper.py:{line}" if word else "")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("def f():\n    import torch.distributed as dist\n", True),
-        ("def f():\n\tfrom torch import nn\n", True),
-        ("def f():\n    from megatron.core import parallel_state\n", True),
-        ("torch = pytest.importorskip('torch')\n", True),
-        ("# torch\nimport torchvision\ndef f():\n    import torchmetrics\n", False),
-        ("def f():\n    assert 'torch' not in sys.modules\n", False),
-        ("def f():\n    import pytest_megatron\n", False),
-    ],
-)
-def test_functions_that_load_torch_are_found(tmp_path: Path, text: str, *, expected: bool) -> None:
-    path = tmp_path / "helper.py"
-    path.write_text(text)
-    module = ModuleType("helper")
-    module.__file__ = str(path)
-    assert will_load_torch([module], tmp_path) is expected

@@ -41,7 +41,7 @@ REMOVED = {
     "golden show": "was removed; the page curves.html of a run has the curves, git diff the values",
     "golden-form": "was removed; delete the key, goldens are written in one form",
     "golden review": "was removed; see with golden accept RUN --dry-run, take with --only ITEM",
-    "interactive": "is a part of sbatch; write pytest-megatron sbatch --interactive ITEM",
+    "interactive": "was removed; write srun --pty bash, with the flags that sbatch ITEM prints",
     "report": "is a part of runs; write pytest-megatron runs report RUN",
     "schema": "is a part of lint; write pytest-megatron lint --schema NAME",
     "gangs": "was removed; pytest-megatron watch TESTS runs tests again after each edit",

@@ -8,8 +8,6 @@ exit code is 0 if every phase was clean, 1 if not, 2 if the spec cannot be read.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import json
 import os
 import signal
@@ -22,9 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.schema import adapter, validate
-from pytest_megatron.engines.multitask.step import REPEATABLE, Step, watches
+from pytest_megatron.engines.multitask.step import Step, watches
 from pytest_megatron.errors import LaunchError, MegatronError
 from pytest_megatron.gpu.health import Health, HealthWatch, merge_health
 from pytest_megatron.runs.environment import gather_facts
@@ -65,58 +61,7 @@ def main(arguments: list[str]) -> int:
         signal.signal(number, _end)
     if step is not None and step.place.task > 0:
         return _serve(spec, step)
-    if REPEATABLE not in spec.options:
-        return run(spec, step)
-    try:
-        spec = of_start(spec, claim_start(spec.outcome.parent / "starts"))
-    except OSError as error:
-        _say(f"{error.filename or spec.outcome.parent}: {error.strerror}; nothing was run")
-        return 2
-    code = run(spec, step)
-    _say(f"logs and metrics: {spec.plan.dirs.root}; outcome: {spec.outcome}")
-    return code
-
-
-def claim_start(directory: Path) -> int:
-    """Return the number of this start, which no other start has.
-
-    Raises:
-        OSError: It cannot be kept.
-    """
-    directory.mkdir(exist_ok=True)
-    for number in itertools.count(1):
-        with contextlib.suppress(FileExistsError), (directory / str(number)).open("x") as file:
-            file.write(f"{socket.gethostname()} {os.environ.get('SLURM_JOB_ID', '')}\n")
-            return number
-    raise AssertionError
-
-
-def of_start(spec: JobSpec, number: int) -> JobSpec:
-    """Return what the n-th start of a submitted script carries out, with files of its own.
-
-    All paths of an attempt begin with its directory, wherever in the plan they are.
-    """
-    if number == 1:
-        return spec
-    first = spec.plan.dirs.root
-    own = first.with_name(f"attempt_{number}")
-    plan = _moved(adapter(AttemptPlan).dump_python(spec.plan, mode="json"), str(first), str(own))
-    return replace(
-        spec,
-        plan=validate(AttemptPlan, plan),
-        description=json.dumps(_moved(json.loads(spec.description), str(first), str(own))),
-        outcome=spec.outcome.with_stem(f"{spec.outcome.stem}-{number}"),
-        key=f"{spec.key.rpartition('/')[0]}/{own.name}",
-    )
-
-
-def _moved(value: JsonValue, old: str, new: str) -> JsonValue:
-    """Return data in which what lay in one directory lies in another."""
-    if isinstance(value, dict):
-        return {name: _moved(one, old, new) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_moved(one, old, new) for one in value]
-    return value.replace(old, new) if isinstance(value, str) else value
+    return run(spec, step)
 
 
 def _serve(spec: JobSpec, step: Step) -> int:

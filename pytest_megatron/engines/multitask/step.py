@@ -36,9 +36,7 @@ from pytest_megatron.workloads.training.run.node_agents import (
 )
 from pytest_megatron.workloads.training.run.runner import STOP_GRACE_S, FollowedFile
 
-# Of `Spec.options`.
-MODE, PORTS = "mode", "ports"
-REPEATABLE = "repeatable"  # there where each start has an attempt of its own
+MODE, PORTS = "mode", "ports"  # of `Spec.options`
 # What torch.distributed.run gives ranks whose environment has none of it.
 _RANK_DEFAULTS = {"OMP_NUM_THREADS": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}
 _RANK_LOGS = Path("srun_native", "attempt_0")  # as torch.distributed.run has it, with its run id

@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,29 +19,17 @@ from pytest_megatron.base.findings import as_error
 from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import listed, nearest
 from pytest_megatron.engines.config import LaunchMode, SlurmConfig, read_slurm_config
-from pytest_megatron.engines.multitask.step import MODE, PORTS, REPEATABLE
+from pytest_megatron.engines.multitask.step import MODE, PORTS
 from pytest_megatron.engines.slurm.checks import SlurmChecks
 from pytest_megatron.engines.slurm.script import ScriptWriter, make_scripts
-from pytest_megatron.engines.slurm.shape import (
-    STEP_FLAGS,
-    UNSET,
-    WORKER,
-    ShapePaths,
-    container_words,
-    flag_words,
-    place_flags,
-    shape_of,
-    step_flags,
-    sync_lines,
-    sync_script,
-)
+from pytest_megatron.engines.slurm.shape import ShapePaths, shape_of
 from pytest_megatron.engines.slurm.submit import RealSlurm
-from pytest_megatron.errors import LaunchError, RecipeError, SelectionError
+from pytest_megatron.errors import LaunchError, SelectionError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import RUNS_DIR, make_own_dir
-from pytest_megatron.workloads.engine.api import EngineContext, Resources
+from pytest_megatron.workloads.engine.api import EngineContext
 from pytest_megatron.workloads.engine.records import JobSpec, write_spec
-from pytest_megatron.workloads.recipe.load import default_recipes, find_recipes, read_recipe
+from pytest_megatron.workloads.recipe.load import read_recipe
 from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.plan.plan import Setting
@@ -49,77 +37,6 @@ from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, descri
 
 _WIDTH = 100
 _INDENT = "    "
-
-
-def shell_lines(
-    resources: Resources, slurm: SlurmConfig, paths: ShapePaths, inside: Sequence[str]
-) -> Iterator[str]:
-    """Yield how to get a shell on one node, and what to type in it.
-
-    Args:
-        resources: By a workload, one node of it.
-        slurm: The settings of the cluster for its platform.
-        paths: Paths of the project and the run.
-        inside: What runs the workload there.
-    """
-    flags = place_flags(resources, slurm)
-    del flags["ntasks-per-node"]
-    flags = _named(flags, paths)
-    yield "# a shell on a node with what it needs:"
-    yield from _exports(slurm.job_env)
-    if slurm.container is not None:
-        yield from slurm.setup
-    words = [*flag_words(flags), "--ntasks=1", *slurm.sbatch_flags, *_shell(slurm, paths)]
-    yield wrapped(["srun", *words])
-    yield "# in it:"
-    yield from _exports(slurm.env)
-    if slurm.container is None:
-        yield from slurm.setup
-    if slurm.uv_sync is not None:
-        yield f"({sync_script(slurm.uv_sync, paths.root)})"
-    yield f"cd {shlex.quote(str(paths.root))}"
-    yield shlex.join(inside)
-
-
-def allocation_lines(
-    resources: Resources, slurm: SlurmConfig, paths: ShapePaths, notes: Sequence[str]
-) -> Iterator[str]:
-    """Yield how to get several nodes, and what to type on the first.
-
-    Args:
-        resources: Resources of the workload.
-        slurm: Settings of the platform.
-        paths: Paths of the project and the run.
-        notes: Comments on what the tasks do.
-    """
-    assert slurm.python is not None
-    yield "# its nodes:"
-    flags = _named(place_flags(resources, slurm), paths)
-    yield wrapped(["salloc", *flag_words(flags), *slurm.sbatch_flags])
-    yield "# in the shell that this opens:"
-    yield UNSET
-    yield from _exports(slurm.job_env)
-    yield from slurm.setup
-    yield from sync_lines(resources, slurm, paths)
-    there = container_words(slurm, paths) or (f"--chdir={paths.root}",)
-    yield from notes
-    task = [slurm.python, "-m", WORKER, str(paths.spec)]
-    yield wrapped(["srun", *there, *step_flags(slurm), *STEP_FLAGS, *task])
-    yield "# or a shell on the first of them:"
-    yield wrapped(["srun", "--nodes=1", "--ntasks=1", *_shell(slurm, paths)])
-
-
-def _named(flags: Mapping[str, str], paths: ShapePaths) -> dict[str, str]:
-    return {"job-name": paths.title, **flags} if paths.title else dict(flags)
-
-
-def _shell(slurm: SlurmConfig, paths: ShapePaths) -> list[str]:
-    return [*container_words(slurm, paths), *step_flags(slurm), "--pty", "bash", "-i"]
-
-
-def _exports(variables: Mapping[str, str]) -> Iterator[str]:
-    for name, value in variables.items():
-        yield f"export {name}={shlex.quote(value)}"
 
 
 def wrapped(words: Sequence[str]) -> str:
@@ -140,7 +57,6 @@ class _SlurmOptions(TypedDict):
     """The values of the options that choose a workload and its cluster."""
 
     executor_config: Path | None
-    recipes: Path | None
     run_dir: Path | None
     project: Path
     lightweight: bool
@@ -185,7 +101,6 @@ class _SlurmItem:
         return [
             f"# logs and metrics: {attempt}",
             f"# outcome: {outcome}",
-            "# a second start has attempt_2 and outcome-2.json, and so on",
             f"# why it failed: pytest-megatron triage {shlex.quote(attempt)}",
             *self._commands(),
         ]
@@ -222,7 +137,7 @@ class _SlurmItem:
             description=json.dumps(description),
             env=self.place.env,
             watches_gpus=self.checked.needed.gpus_per_node > 0,
-            options={MODE: self.place.mode.value, PORTS: self.place.ports, REPEATABLE: "yes"},
+            options={MODE: self.place.mode.value, PORTS: self.place.ports},
         )
         try:
             make_own_dir(self.checked.job.setting.root)
@@ -248,7 +163,7 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
     root = given["project"].resolve()
     words = project_words(root)
     config = read_slurm_config(given["executor_config"], words.platforms)
-    workload, node_id = find_workload(item, root, given["recipes"])
+    workload = find_workload(item, root)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
     run_dir = (given["run_dir"] or root / RUNS_DIR / name).resolve()
     context = EngineContext(
@@ -265,7 +180,7 @@ def _prepare(item: str, given: _SlurmOptions) -> _SlurmItem:
         run_dir=run_dir,
         project=load_config(root),
     )
-    checked = make_job(options, writer, workload, node_id)
+    checked = make_job(options, writer, workload, item)
     checked.require_runnable()
     for finding in checked.findings:
         echo_error(finding.line)
@@ -281,116 +196,46 @@ def _look_at_cluster(context: EngineContext, config: SlurmConfig, checked: Check
         echo_error(finding.line)
 
 
-def find_workload(item: str, root: Path, recipes: Path | None) -> tuple[Workload, str]:
-    """Return the workload that an item names, and its node id.
-
-    Args:
-        item: A node id, `recipes/gpt.yaml::tp2[dev-cpu]`, or its part after `::`.
-        root: The project.
-        recipes: Where recipes are; None is where those of the project are.
+def find_workload(item: str, root: Path) -> Workload:
+    """Return the workload of a node id, `recipes/gpt.yaml::tp2[dev-cpu]`.
 
     Raises:
-        RecipeError: A recipe cannot be read.
-        SelectionError: No workload, or more than one, has that name.
+        RecipeError: The recipe cannot be read.
+        SelectionError: It has no such workload.
     """
     file, _, name = item.rpartition("::")
-    found = list(_rows(root, recipes, file))
-    named = [(row, node_id) for row, node_id in found if row.item_name == name]
-    if len(named) == 1:
-        return named[0]
-    where = file or str(recipes or default_recipes(root).relative_to(root))
-    if named:
+    if not file:
+        raise SelectionError(item, f"is no node id, expected recipes/FILE.yaml::{name}")
+    loaded = read_recipe(root / file, vocabulary=project_words(root))
+    if loaded.errors:
+        raise as_error(loaded.errors)
+    rows = {row.item_name: row for row in native_rows(loaded.workloads, os.environ, root)}
+    if name not in rows:
+        alike = [one for one in sorted(rows) if one.startswith(f"{name.partition('[')[0]}[")]
         raise SelectionError(
             item,
-            f"is the name of {len(named)} workloads, expected one; "
-            f"give one of {', '.join(sorted(node_id for _, node_id in named)[:_MOST_SHOWN])}",
+            f"no workload {name!r} in {file}, expected one of "
+            f"{listed(alike or sorted(rows), _MOST_SHOWN)}{nearest(name, sorted(rows))}",
         )
-    names = sorted({row.item_name for row, _ in found})
-    alike = [one for one in names if one.startswith(f"{name.partition('[')[0]}[")] or names
-    raise SelectionError(
-        item,
-        f"no workload {name!r} in {where}, expected one of {listed(alike, _MOST_SHOWN)}"
-        f"{nearest(name, names)}",
-    )
-
-
-def _rows(root: Path, recipes: Path | None, file: str) -> Iterator[tuple[Workload, str]]:
-    """Yield the workloads that an item may mean, with their node ids."""
-    words = project_words(root)
-    if file:
-        own = (recipes or root) / file
-        files = [own] if recipes is None or own.is_file() else _ending(recipes, file)
-    else:
-        files = find_recipes([recipes or default_recipes(root)])
-    for path in files:
-        loaded = read_recipe(path, vocabulary=words)
-        if file and loaded.errors:
-            raise as_error(loaded.errors)
-        for error in loaded.errors:  # of a recipe that nobody named
-            echo_error(error)
-        try:
-            rows = native_rows(() if loaded.errors else loaded.workloads, os.environ, root)
-        except RecipeError as problem:
-            if file:
-                raise
-            echo_error(problem)
-            continue
-        for row in rows:
-            whole = Path(os.path.relpath(path, root)).as_posix()
-            yield row, f"{whole}::{row.item_name}"
-
-
-def _ending(recipes: Path, file: str) -> list[Path]:
-    """Return the recipes whose path ends like the one that was named."""
-    wanted = Path(file).parts
-    found = [path for path in find_recipes([recipes]) if path.parts[-len(wanted) :] == wanted]
-    if not found:
-        raise SelectionError(
-            f"--recipes {recipes}",
-            f"holds no {file}, expected the recipe that the item is in; name another directory",
-        )
-    return found
+    return rows[name]
 
 
 @click.command(name="sbatch")
 @click.argument("item")
 @click.option("--executor-config", type=PATH, metavar="FILE", help="Settings of the cluster.")
-@click.option("--recipes", type=PATH, metavar="DIR", help="Where ITEM is looked for (recipes).")
 @click.option("--run-dir", type=PATH, metavar="DIR", help="Where the job writes.")
 @click.option("--project", type=PATH, default=Path(), help="The checkout.")
 @click.option("--lightweight", is_flag=True, help="4 iterations.")
-@click.option(
-    "--interactive",
-    "is_interactive",
-    is_flag=True,
-    help="Print how to get the nodes, and the commands to type there, instead.",
-)
-def sbatch(item: str, *, is_interactive: bool, **given: Unpack[_SlurmOptions]) -> None:
+def sbatch(item: str, **given: Unpack[_SlurmOptions]) -> None:
     """Print the script that runs ITEM as a job of Slurm; needs no Slurm and submits nothing.
 
-    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h200], or its part after ::. The
-    settings and results of the job go into a run directory, which is named at the top; there is
-    none with --interactive for an item of one node.
+    ITEM is a node id, recipes/gpt.yaml::tp2[dev-dgx_h200]. The settings and results of the
+    job go into a run directory, which is named at the top.
     """
     found = _prepare(item, given)
-    if is_interactive:
-        click.echo("\n".join(_interactive_lines(found, is_lightweight=given["lightweight"])))
-        return
     (text,) = make_scripts([shape_of(found.checked.needed, found.place, found.paths)])
     found.write()
     shebang, _, rest = text.partition("\n")
     click.echo(
         "\n".join([shebang, f"# {found.checked.job.node_id}", *found.notes(), rest]), nl=False
     )
-
-
-def _interactive_lines(found: _SlurmItem, *, is_lightweight: bool) -> Iterable[str]:
-    """Yield the commands that get nodes, and those to type there."""
-    needed, place = found.checked.needed, found.place
-    if needed.num_nodes > 1:
-        found.write()
-        return allocation_lines(needed, place, found.paths, found.notes())
-    assert place.python is not None
-    inside = [place.python, "-m", "pytest", "-p", "megatron", found.checked.job.node_id]
-    inside += ["--megatron-lightweight"] if is_lightweight else []
-    return shell_lines(needed, place, found.paths, inside)

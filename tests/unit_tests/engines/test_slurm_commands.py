@@ -63,91 +63,50 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(*arguments: str, run_dir: str = "run") -> str:
+def printed(*arguments: str, run_dir: str = "run") -> str:
     words = [*arguments, "--executor-config", "cluster.yaml", "--run-dir", run_dir]
-    done = CliRunner().invoke(sbatch, ["--interactive", *words], catch_exceptions=False)
+    done = CliRunner().invoke(sbatch, words, catch_exceptions=False)
     assert done.exit_code == 0, done.output
-    return done.stdout.replace(" \\\n    ", " ")  # how far lines go depends on paths
+    return done.stdout
 
 
-def test_interactive_prints_a_shell_on_one_node_and_what_to_type_in_it(project: Path) -> None:
-    assert told("recipes/gpt.yaml::tp2[dev-dgx_h100]", "--lightweight") == (
-        "# a shell on a node with what it needs:\n"
-        "export ENROOT_X='a b'\n"
-        "module load cuda\n"
-        "srun --job-name=gpt-tp2-dev-dgx_h100-fc5f5e --account=team --nodes=1 --partition=batch "
-        "--time=00:40:00 --gpus-per-node=2 --ntasks=1 --container-image=dev.sqsh "
-        f"--container-mounts={project}:{project} "
-        f"--container-workdir={project} --no-container-mount-home --pty bash -i\n"
-        "# in it:\n"
-        "export TEXT='it'\"'\"'s $HOME'\n"
-        f"cd {project}\n"
-        "python -m pytest -p megatron 'recipes/gpt.yaml::tp2[dev-dgx_h100]' "
-        "--megatron-lightweight\n"
-    )
-    assert not (project / "run").exists()
-
-
-def test_a_recipe_with_an_error_does_not_hide_the_items_of_others(project: Path) -> None:
-    (project / "recipes/bad.yaml").write_text("type: basic\n")
-    done = CliRunner().invoke(
-        sbatch, ["--interactive", "tp2[dev-dgx_h100]", "--executor-config", "cluster.yaml"]
-    )
-    assert (done.exit_code, "srun --job-name=gpt-tp2-dev" in done.stdout) == (0, True)
-    assert "recipes/bad.yaml:1: format_version: is missing" in done.stderr
-
-
-def test_interactive_on_several_nodes_leaves_a_spec_for_their_tasks(project: Path) -> None:
-    lines = told("two_nodes[dev-dgx_h100]").splitlines()
-    assert lines[:2] == [
-        "# its nodes:",
-        (
-            "salloc --job-name=gpt-two_nodes-dev-dgx_h100-6779f0 --account=team --nodes=2 "
-            "--ntasks-per-node=1 --partition=batch --segment=2 --time=00:40:00 --gpus-per-node=2"
-        ),
-    ]
+def test_a_script_says_where_its_job_writes_and_leaves_a_spec_for_it(project: Path) -> None:
+    """The run directory may be beside the project, or behind a link."""
+    (project / "out").symlink_to(project.parent / "scratch")
+    text = printed("recipes/gpt.yaml::two_nodes[dev-dgx_h100]", run_dir="out/run")
+    run = project.parent / "scratch/run"
+    lines = text.splitlines()
+    assert lines[:2] == ["#!/bin/bash", "# recipes/gpt.yaml::two_nodes[dev-dgx_h100]"]
     assert "unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT" in lines
     shown = [line for line in lines if line.startswith("#   ")]
     assert shown[0].startswith("#   python -m torch.distributed.run --nnodes 2 ")
     assert any(" train.py --train-iters 4" in line for line in shown)
-    spec = project / "run/engine/spec.json"
-    assert any(line.endswith(f" python -m pytest_megatron.engines.worker {spec}") for line in lines)
+    assert f"--container-mounts {project}:{project},{run}:{run} " in text
+    spec = run / "engine/spec.json"
+    assert f"spec=${{1:-{spec}}}" in lines
     assert stat.S_IMODE(spec.stat().st_mode) == 0o600
     assert json.loads(spec.read_text())["env"] == {"TEXT": "it's $HOME"}
-
-
-def test_a_run_directory_beside_the_project_is_mounted_into_its_container(project: Path) -> None:
-    (project / "inside").mkdir()
-    (project / "out").symlink_to(project.parent / "scratch")
-    for named, real in (("inside/../../runs", "runs"), ("out/run", "scratch/run")):
-        mounts = f"{project}:{project},{project.parent / real}:{project.parent / real}"
-        lines = told("two_nodes[dev-dgx_h100]", run_dir=named)
-        assert f"--container-mounts={mounts} " in lines
+    (run / "engine/outcome.json").write_text("{}")
+    with pytest.raises(LaunchError, match="holds an earlier run; give another"):
+        printed("recipes/gpt.yaml::two_nodes[dev-dgx_h100]", run_dir="out/run")
 
 
 @pytest.mark.parametrize(
-    ("item", "options", "message"),
+    ("item", "message"),
     [
-        ("tp3[dev-cpu]", [], r"no workload 'tp3\[dev-cpu\]' in recipes, .* mean 'tp2\[dev-cpu\]'"),
-        ("recipes/gpt.yaml::tp2", [], r"expected one of tp2\[dev-cpu\], tp2\[dev-dgx_h100\]"),
-        ("gpt.yaml::tp2[dev-cpu]", ["--recipes", "recipes/none"], "no such file or directory"),
-        ("t5.yaml::tp2[dev-cpu]", ["--recipes", "recipes"], "--recipes recipes: holds no t5.yaml"),
-        ("recipes/t5.yaml::tp2[dev-cpu]", [], "t5.yaml: cannot be read: No such file"),
+        (
+            "recipes/gpt.yaml::tp3[dev-cpu]",
+            r"no workload 'tp3\[dev-cpu\]' .* mean 'tp2\[dev-cpu\]'",
+        ),
+        ("recipes/gpt.yaml::tp2", r"expected one of tp2\[dev-cpu\], tp2\[dev-dgx_h100\]"),
+        ("recipes/t5.yaml::tp2[dev-cpu]", "t5.yaml: cannot be read: No such file"),
+        ("tp2[dev-cpu]", r"is no node id, expected recipes/FILE.yaml::tp2\[dev-cpu\]"),
     ],
 )
-def test_an_item_that_is_not_there(
-    project: Path, item: str, options: list[str], message: str
-) -> None:
+def test_an_item_that_is_not_there(project: Path, item: str, message: str) -> None:
     del project
     with pytest.raises(Exception, match=message):
-        CliRunner().invoke(sbatch, ["--interactive", item, *options], catch_exceptions=False)
-
-
-def test_a_run_directory_is_used_once(project: Path) -> None:
-    told("two_nodes[dev-dgx_h100]")
-    (project / "run/engine/outcome.json").write_text("{}")
-    with pytest.raises(LaunchError, match="holds an earlier run; give another"):
-        told("two_nodes[dev-dgx_h100]")
+        CliRunner().invoke(sbatch, [item], catch_exceptions=False)
 
 
 def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
@@ -157,46 +116,44 @@ def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
     code = "raise ModuleNotFoundError('no', name='nemo_run')"
     (project / "broken/nemo_run.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(project / "broken"))
+    words = ["recipes/gpt.yaml::tp2[dev-cpu]", "--run-dir", "run"]
     with pytest.raises(LaunchError, match=r"^nemo-run: is not installed, .* pip install"):
-        CliRunner().invoke(sbatch, ["tp2[dev-cpu]", "--run-dir", "run"], catch_exceptions=False)
+        CliRunner().invoke(sbatch, words, catch_exceptions=False)
     assert not (project / "run").exists()
 
 
 @pytest.mark.nightly
-def test_what_sbatch_prints_trains_whenever_it_is_submitted(
+def test_what_sbatch_prints_trains_once(
     slurm_lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also from a shell in which a launcher has left its variables, which once hung."""
     monkeypatch.chdir(tmp_path)
     run_dir = tmp_path / "a run"
     (tmp_path / "cluster.yaml").write_text("format_version: 1\nslurm: {mode: srun-native}\n")
-    words = ["tp1_pp1[dev-cpu]", "--project", str(ROOT), "--recipes", str(ROOT / "recipes")]
-    words += ["--lightweight", "--executor-config", "cluster.yaml"]
-    done = CliRunner().invoke(sbatch, [*words, "--run-dir", str(run_dir)], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
+    item = "recipes/gpt.yaml::tp1_pp1[dev-cpu]"
+    text = printed(item, "--project", str(ROOT), "--lightweight", run_dir=str(run_dir))
     script = tmp_path / "job.sh"
-    script.write_text(done.stdout)
+    script.write_text(text)
     title = "gpt-tp1_pp1-dev-cpu-d11620"
     left = {"MASTER_ADDR": "203.0.113.1", "MASTER_PORT": "29500", "RANK": "7", "WORLD_SIZE": "8"}
-    for number, suffix in ((1, ""), (2, "-2")):
+    for end in ("COMPLETED", "FAILED"):
         submitted = slurm_lab.run("sbatch", "--parsable", str(script), cwd=tmp_path, env=left)
         job = int(submitted.stdout)
         state = slurm_lab.wait_for(job, limit_s=180)
-        log = run_dir / f"engine/logs/{title}-{job}.out"
-        assert state == "COMPLETED", log.read_text()
-        outcome = json.loads((run_dir / f"engine/outcome{suffix}.json").read_text())
-        (end,) = outcome["ends"]
-        assert (end["end"], end["returncode"], outcome["job_id"]) == ("exited", 0, str(job))
-        attempt = run_dir / title / "repeat_1" / f"attempt_{number}"
-        assert f"pytest-megatron: logs and metrics: {attempt}; outcome" in log.read_text()
-        assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
-        assert (attempt / "phase_1/tensorboard").is_dir()
+        log = (run_dir / f"engine/logs/{title}-{job}.out").read_text()
+        assert state == end, log
+        assert ("the job was started a second time" in log) is (end == "FAILED")
+    outcome = json.loads((run_dir / "engine/outcome.json").read_text())
+    assert [(phase["end"], phase["returncode"]) for phase in outcome["ends"]] == [("exited", 0)]
+    attempt = run_dir / title / "repeat_1" / "attempt_1"
+    assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
+    assert (attempt / "phase_1/tensorboard").is_dir()
 
 
 def test_a_wrong_number_of_tasks_is_said(
     project: Path, slurm_lab: SlurmLab, tmp_path: Path
 ) -> None:
-    told("two_nodes[dev-dgx_h100]")
+    printed("recipes/gpt.yaml::two_nodes[dev-dgx_h100]")
     (project / "train.py").touch()
     worker = (
         sys.executable,
@@ -211,7 +168,7 @@ def test_a_wrong_number_of_tasks_is_said(
     assert done.returncode == 1
     assert "started 2 tasks on each of node" in done.stderr
     assert "give srun --nodes=2 --ntasks-per-node=1" in done.stderr
-    assert json.loads((project / "run/engine/outcome-2.json").read_text())["trouble"]
+    assert json.loads((project / "run/engine/outcome.json").read_text())["trouble"]
 
 
 def test_what_the_cluster_would_not_take_is_said_beside_the_script(
@@ -220,8 +177,8 @@ def test_what_the_cluster_would_not_take_is_said_beside_the_script(
     for name in ("SLURM_CONF", "PATH"):
         monkeypatch.setenv(name, slurm_lab.env[name])
     (project / "cluster.yaml").write_text(CLUSTER.replace("batch", "short"))
-    words = ["tp2[dev-cpu]", "--executor-config", "cluster.yaml", "--run-dir", "runs"]
-    result = CliRunner().invoke(sbatch, ["--interactive", *words])
+    words = ["recipes/gpt.yaml::tp2[dev-cpu]", "--executor-config", "cluster.yaml"]
+    result = CliRunner().invoke(sbatch, [*words, "--run-dir", "runs"])
     assert result.exit_code == 0
     assert result.stderr == (
         "pytest-megatron: warning: cluster.yaml: slurm: sbatch --test-only says: allocation "

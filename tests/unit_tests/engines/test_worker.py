@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import stat
@@ -15,7 +14,6 @@ import pytest
 from tiny_project import Project, wait_until
 from worker_engine import AlwaysAgain, Silent, WorkerEngine, context_of, job_of
 
-from pytest_megatron.engines.worker import of_start
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import (
     EngineError,
@@ -144,19 +142,6 @@ def test_the_outcome_of_the_first_start_of_a_job_stays(project: Project) -> None
     assert again.returncode == 1
     assert "pytest-megatron: the job was started a second time, and " in again.stderr
     assert path.with_suffix(".outcome").read_bytes() == first
-
-
-def test_each_start_of_a_printed_job_has_paths_of_its_own(tmp_path: Path) -> None:
-    project = Project(root=tmp_path / "gr\u00f6\u00dfe 'q'")
-    project.add("sound")
-    spec = read_spec(WorkerEngine(context_of(project)).spec(first_order(project, "sound")))
-    moved = of_start(spec, 12)
-    first, own = spec.plan.dirs.root, moved.plan.dirs.root
-    assert own == first.with_name("attempt_12")
-    assert str(own) in " ".join(moved.plan.phases[0].argv)
-    assert of_start(moved, 1) is moved
-    assert repr(moved).replace("attempt_12", "attempt_1").replace("-12.", ".") == repr(spec)
-    assert str(own) in json.dumps(json.loads(moved.description), ensure_ascii=False)
 
 
 @pytest.mark.parametrize(

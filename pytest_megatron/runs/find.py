@@ -16,10 +16,8 @@ from pytest_megatron.runs.layout import RUN_FILE, RUNS_DIR
 from pytest_megatron.runs.record import (
     Result,
     read_if_whole,
-    read_record,
 )
 
-SUMMARY_FILE = "summary.json"
 _SKIPPED = frozenset(("checkpoints", "data_cache"))
 _DEEPEST = 8
 
@@ -85,14 +83,11 @@ class _RunFinder:
     refused: list[RunError] | None
 
     def find(self, path: Path, scratch: Path) -> Iterator[FoundRun]:
-        """Yield the runs in a path: a run, an archive, a summary, or a folder."""
+        """Yield the runs in a path: a run, an archive, or a folder."""
         if path.is_file() and is_archive(path):
             yield from self._unpacked(path, scratch)
         elif self.looks_up and (above := _above(path)) is not None:
             yield _here(above)
-        elif (summary := _summary_at(path)) is not None:
-            for number, artifact in enumerate(_named_by(summary)):
-                yield from self.find(artifact, scratch / str(number))
         elif path.is_dir():
             runs = [_here(directory) for directory in runs_below(path)]
             yield from runs
@@ -130,8 +125,7 @@ def find_runs(
     """Return the runs in some paths, in that order.
 
     Args:
-        paths: Each a run directory; an artifact; a directory with several of either; the
-            output of `pytest-megatron ci summary`.
+        paths: Each a run directory; an artifact; a directory with several of either.
         scratch: A directory for the files of artifacts; made where one has to be unpacked.
         is_wanted: Which members of an artifact are unpacked beside `run.json`.
         looks_up: Whether a path may also be of anything in a run.
@@ -159,45 +153,6 @@ def find_runs(
 
 def _here(directory: Path) -> FoundRun:
     return FoundRun(directory=directory, name=directory.resolve().name)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SummaryJob:
-    """A job in a summary."""
-
-    artifact: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _SummaryFile:
-    """The keys of a summary that name places of runs."""
-
-    jobs: tuple[_SummaryJob, ...]
-
-
-def _summary_at(path: Path) -> Path | None:
-    """Return the summary that a path is, or is the directory of."""
-    file = path / SUMMARY_FILE if path.is_dir() else path
-    return file if file.name == SUMMARY_FILE and file.is_file() else None
-
-
-def _named_by(summary: Path) -> list[Path]:
-    """Return the artifacts that a `summary.json` names.
-
-    Raises:
-        RunError: It is none, or none of its artifacts is here.
-    """
-    jobs = read_record(summary, _SummaryFile).jobs
-    names = [job.artifact.partition("!")[0] for job in jobs if job.artifact]
-    bases = (Path(), summary.parent, summary.parent.parent)
-    found = [next((b / name for b in bases if (b / name).exists()), None) for name in names]
-    artifacts = list(dict.fromkeys(path for path in found if path is not None))
-    if not artifacts:
-        listed = ", ".join(names[:5]) or "none"
-        raise RunError(
-            str(summary), f"names artifacts that are not here: {listed}; give the path of one"
-        )
-    return artifacts
 
 
 def _above(path: Path) -> Path | None:

@@ -26,7 +26,7 @@ from pytest_megatron.ci.summary.model import (
 )
 from pytest_megatron.errors import CiError, RunError, TriageError
 from pytest_megatron.runs.archives import is_archive, unpack
-from pytest_megatron.runs.find import SUMMARY_FILE, directories_below
+from pytest_megatron.runs.find import directories_below
 from pytest_megatron.runs.headline import one_process_problem
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
 from pytest_megatron.runs.record import (
@@ -164,6 +164,7 @@ def telling_line(log: Path) -> tuple[int | None, str | None]:
 
 
 _PLAN = "plan.json"
+_SUMMARY = "summary.json"
 
 
 def read_plan(path: Path) -> PlanFile:
@@ -510,7 +511,7 @@ def read_jobs(
 
 def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
     """Yield the jobs in a path: an artifact, a job's directory, or a folder of them."""
-    if path.is_symlink() or (path / SUMMARY_FILE).is_file():
+    if path.is_symlink() or (path / _SUMMARY).is_file():
         return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
         yield from _in_archive(path, workspace, shown)
@@ -541,13 +542,13 @@ def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
         return
     found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
     yield from found
-    is_other = path.name.startswith(_PLAN_ARTIFACT) or (root / SUMMARY_FILE).is_file()
+    is_other = path.name.startswith(_PLAN_ARTIFACT) or (root / _SUMMARY).is_file()
     if not found and not is_other:
         yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
 
 
 def _is_wanted(path: PurePath) -> bool:
-    is_result = path.name in (FILE_NAME, SUMMARY_FILE) or path.suffix == ".xml"
+    is_result = path.name in (FILE_NAME, _SUMMARY) or path.suffix == ".xml"
     return is_result or is_worth_reading(path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -55,18 +54,6 @@ def test_a_folder_of_artifacts_holds_the_runs_of_all(tmp_path: Path) -> None:
         shutil.make_archive(str(tmp_path / "downloads" / name), "zip", run)
     runs = found(tmp_path / "downloads", tmp_path / "scratch")
     assert [list(read_run(run).items) for run in runs] == [[TEST], [TEST]]
-
-
-def test_a_summary_of_jobs_leads_to_their_artifacts(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "artifacts/unit", {TEST: a_test()})
-    jobs = [{"job": "a", "artifact": "artifacts/unit"}, {"job": "b", "artifact": None}]
-    (tmp_path / "summary").mkdir()
-    (tmp_path / "summary/summary.json").write_text(json.dumps({"jobs": jobs}))
-    for path in (tmp_path / "summary", tmp_path / "summary/summary.json"):
-        assert found(path, tmp_path / "scratch") == [run]
-    shutil.rmtree(run)
-    with pytest.raises(RunError, match="not here: artifacts/unit; give the path of one"):
-        found(tmp_path / "summary", tmp_path / "scratch")
 
 
 @pytest.mark.parametrize(

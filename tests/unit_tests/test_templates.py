@@ -162,7 +162,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "headline": EVIL,
         "columns": tuple("tuvwxyz"),
         "rows": [(EVIL, {"metric": EVIL, "is_outside": True}, ["1 -> 2", *"bcde"])],
-        "causes": [(EVIL, EVIL)],
         "files": [("New", [EVIL])],
     },
     "triage.md": {

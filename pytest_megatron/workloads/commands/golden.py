@@ -6,7 +6,6 @@ Thin: reads, compares and prints. Errors go up to `main`, which ends with exit c
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -33,7 +32,7 @@ from pytest_megatron.workloads.golden.model import (
 )
 from pytest_megatron.workloads.golden.policy import ComparedWorkload, ComparisonPolicy, policy_named
 from pytest_megatron.workloads.golden.store import read_golden, read_metrics
-from pytest_megatron.workloads.verdict.compare import most_telling_first
+from pytest_megatron.workloads.verdict.compare import first_off_first
 
 _PATH_PARTS = 4  # of /<model>/<test_case>/golden_values_<environment>_<platform>.json
 
@@ -82,14 +81,6 @@ def command() -> None:
 )
 @click.option("--nondeterministic", is_flag=True, help="Results vary from run to run.")
 @click.option("--host-class", metavar="NAME", help="Judge time and memory of this class of host.")
-@click.option("--image", metavar="NAME", help="The container image of the run, with its digest.")
-@click.option(
-    "--version",
-    "versions",
-    multiple=True,
-    metavar="PACKAGE=VERSION",
-    help="What the run had of a package (repeatable).",
-)
 @format_option("text", "json")
 def check(  # noqa: PLR0913 - click hands over one argument an option
     *,
@@ -99,14 +90,12 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
     golden_policy: str,
     nondeterministic: bool,
     host_class: str | None,
-    image: str | None,
-    versions: tuple[str, ...],
     form: str,
 ) -> None:
     """Compare a run's metrics with a golden.
 
-    Every bit counts where a golden is deterministic and its image, versions and class of host are
-    those that are given here.
+    Every bit counts only where a policy file says `exact: always`, for the image and the versions
+    of the run are not known here.
 
     Exit code 0: every metric passed. 1: at least one failed. 2: the input is unusable, or nothing
     of it was judged.
@@ -124,9 +113,7 @@ def check(  # noqa: PLR0913 - click hands over one argument an option
             metrics=metrics or None,
             policy=policy,
             nondeterministic=nondeterministic,
-            surroundings=RunEnvironment(
-                host_class=host_class, image=image, versions=_versions(versions)
-            ),
+            surroundings=RunEnvironment(host_class=host_class),
         )
     refuse_disagreements(observed.disagreements, [one.metric for one in comparisons])
     if not comparisons:
@@ -186,17 +173,6 @@ def _require_common_metric(golden: Golden, observed: Observed, path: Path) -> No
         )
 
 
-def _versions(words: Sequence[str]) -> dict[str, str]:
-    """Parse the values of `--version`."""
-    found = {}
-    for word in words:
-        name, _, version = word.partition("=")
-        if not name or not version:
-            raise GoldenError("--version", f"found {word!r}, expected PACKAGE=VERSION")
-        found[name] = version.removeprefix("=")
-    return found
-
-
 def _lines(comparison: Comparison) -> tuple[str, ...]:
     return (render(comparison), *(f"    {line}" for line in render_layers(comparison)))
 
@@ -218,7 +194,7 @@ def _as_text(comparisons: tuple[Comparison, ...], policy: ComparisonPolicy) -> s
     if num_failed:
         verdict = f"{num_failed} of {len(comparisons)} failed"
     verdict = ", ".join(filter(None, [verdict, name_unjudged(comparisons)]))
-    failed = most_telling_first(c for c in comparisons if not c.passed)
+    failed = first_off_first(c for c in comparisons if not c.passed)
     ordered = (*failed, *(c for c in comparisons if c.passed))
     return "\n".join(
         [

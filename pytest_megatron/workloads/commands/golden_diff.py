@@ -34,7 +34,7 @@ _DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
 
 
 @click.command("diff")
-@click.argument("paths", nargs=-1, metavar="[OLD NEW | PATH...]")
+@click.argument("paths", nargs=-1, metavar="[PATH]...")
 @click.option(
     "--rev",
     "revisions",
@@ -46,31 +46,20 @@ _DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
 @format_option(*FORMS)
 @root_option
 def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root: Path) -> None:
-    """Print how goldens differ: those of a commit, two files or two directories.
+    """Print how the goldens of a commit, by default the last one, differ from those that are here.
 
-    With --rev, PATH limits the comparison, by default to every golden of the project. One row a
-    metric that changes, the worst first: the mean relative difference as Megatron-LM's script has
-    it, the largest one, the first step that differs, and whether it is another curve or only other
-    digits, within the band of the policy strict.
+    PATH limits that to some of the goldens of the project. One row a metric that changes, the
+    worst first: the mean relative difference as Megatron-LM's script has it, the largest one, the
+    first step that differs, and whether it is another curve or only other digits, within the band
+    of the policy strict.
     """
-    revisions = tuple(part for one in revisions for part in one.split("..", 1))
+    revisions = tuple(part for one in revisions for part in one.split("..", 1)) or ("HEAD",)
     if len(revisions) > _MOST_REVISIONS or not all(revisions):
         raise GoldenError("--rev", f"found {len(revisions)} commits, expected COMMIT or A..B")
-    if revisions or not paths:
-        first, *others = revisions or ("HEAD",)
-        wanted = paths or _DEFAULT_PATHS
-        old = _side_of_revision(root, first, wanted)
-        new = _side_of_revision(root, others[0], wanted) if others else _side_of_tree(root, wanted)
-    else:
-        if len(paths) != 2:  # noqa: PLR2004 - old and new
-            raise GoldenError(
-                "golden diff", f"found {len(paths)} paths, expected OLD and NEW, or --rev COMMIT"
-            )
-        old, new = _side_of_path(Path(paths[0])), _side_of_path(Path(paths[1]))
-        if ("" in old) != ("" in new):
-            raise GoldenError(
-                paths[1], f"{paths[0]} is of the other kind; give two files or two directories"
-            )
+    first, *others = revisions
+    wanted = paths or _DEFAULT_PATHS
+    old = _side_of_revision(root, first, wanted)
+    new = _side_of_revision(root, others[0], wanted) if others else _side_of_tree(root, wanted)
     differences, problems = _compare_sides(old, new)
     for problem in problems:
         click.echo(printable(problem), err=True)
@@ -80,26 +69,6 @@ def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root:
         click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
 
 
-def _side_of_path(path: Path) -> _Side:
-    """Return the goldens at a path by name: one file has the name "", below a directory its own.
-
-    Raises:
-        GoldenError: There is nothing, or it cannot be read.
-    """
-    if path.is_dir():
-        files = {p.relative_to(path).as_posix(): p for p in sorted(_goldens_below(path))}
-    elif path.exists():
-        files = {"": path}
-    else:
-        raise GoldenError(str(path), "no such file or directory")
-    try:
-        return {name: (str(p), read_bytes(p)) for name, p in files.items()}
-    except OSError as error:
-        raise GoldenError(
-            str(error.filename or path), f"cannot be read: {error.strerror}"
-        ) from error
-
-
 def _side_of_tree(root: Path, paths: Sequence[str]) -> _Side:
     """Return the goldens below `paths` in the working tree of `root`, by path.
 
@@ -107,11 +76,13 @@ def _side_of_tree(root: Path, paths: Sequence[str]) -> _Side:
         GoldenError: One of them cannot be read.
     """
     found: dict[str, tuple[str, bytes]] = {}
-    for path in paths:
-        place = root / path
-        if place.exists():
-            for name, text in _side_of_path(place).items():
-                found[PurePosixPath(path, name).as_posix()] = text
+    for place in (root / path for path in paths):
+        files = [place] if place.is_file() else sorted(place.rglob(f"{GOLDEN_PREFIX}*.json"))
+        for file in filter(Path.is_file, files):
+            try:
+                found[file.relative_to(root).as_posix()] = str(file), read_bytes(file)
+            except OSError as error:
+                raise GoldenError(str(file), f"cannot be read: {error.strerror}") from error
     return found
 
 
@@ -140,15 +111,14 @@ def _compare_sides(old: _Side, new: _Side) -> tuple[tuple[FileDifference, ...], 
     problems: list[str] = []
     for name in sorted(old.keys() | new.keys()):
         a, b = old.get(name), new.get(name)
-        shown = name or (b or a or ("", b""))[0]
         if a is not None and b is not None and a[1] == b[1]:
-            found.append(FileDifference(path=shown, state=FileChange.UNCHANGED))
+            found.append(FileDifference(path=name, state=FileChange.UNCHANGED))
             continue
         (before, broken_before), (after, broken_after) = _parse(a), _parse(b)
         problems += [problem for problem in (broken_before, broken_after) if problem]
         if before is not None or after is not None:
             broken = broken_before or broken_after
-            found.append(differ(shown, before, after, broken=broken))
+            found.append(differ(name, before, after, broken=broken))
     return tuple(found), tuple(problems)
 
 
@@ -163,10 +133,6 @@ def _parse(file: tuple[str, bytes] | None) -> tuple[Golden | None, str]:
         return None, f"{where}: not UTF-8 text, at byte {error.start}"
     except GoldenError as error:
         return None, str(error)
-
-
-def _goldens_below(directory: Path) -> Iterator[Path]:
-    return (p for p in directory.rglob(f"{GOLDEN_PREFIX}*.json") if p.is_file())
 
 
 def _is_golden(name: str) -> bool:

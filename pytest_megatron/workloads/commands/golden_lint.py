@@ -43,9 +43,8 @@ def lint(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: s
     report = lint_goldens(paths, project)
     click.echo(printable(findings_text(report.findings, form)), nl=False)
     if form == "text":
-        counts = f"{counted(report.num_goldens, 'golden')}, {report.num_bytes / 1e6:.1f} MB"
         reached = f"{report.num_read} of them read by a row" if project.recipes else "no recipes"
-        click.echo(f"{counts}; {reached}")
+        click.echo(f"{counted(report.num_goldens, 'golden')}; {reached}")
     if report.num_broken:
         broken = f"{counted(report.num_broken, 'recipe')} with errors, see pytest-megatron lint"
         click.echo(f"{broken}; so no golden is named as unreachable", err=True)

@@ -1,21 +1,18 @@
 """Reports goldens with which a run would fail for sure, or that no row reads.
 
-Reads files and asks git; changes nothing.
+Reads files, changes nothing.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding, Severity, in_order
-from pytest_megatron.base.project import ask_git
 from pytest_megatron.base.yaml import YamlDocument as CaseDocument
-from pytest_megatron.base.yaml import YamlError, parse_document, read_document
+from pytest_megatron.base.yaml import YamlError, read_document
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.model import (
     Golden,
@@ -24,7 +21,7 @@ from pytest_megatron.workloads.golden.model import (
     step_interval,
     without_unmeasured_end,
 )
-from pytest_megatron.workloads.golden.store import PATTERN, parse_golden, read_text
+from pytest_megatron.workloads.golden.store import PATTERN, read_golden
 from pytest_megatron.workloads.recipe.case import (
     CASE_NAME,
     CASES,
@@ -47,51 +44,26 @@ _MAY_BE_UNMEASURED = ("iteration-time", "num-zeros")
 _DEPTH = 3  # model, test case, file
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GoldenFile:
-    """One golden file that could be read.
-
-    Attributes:
-        text: Its JSON, for the lines of findings.
-    """
-
-    path: Path
-    text: str
-    content: Golden
-
-    def finding(
-        self,
-        rule: str,
-        message: str,
-        *,
-        line: int | None = None,
-        severity: Severity = Severity.ERROR,
-    ) -> Finding:
-        """Return a finding of this file."""
-        return Finding(file=self.path, line=line, rule=rule, message=message, severity=severity)
-
-    def line_of(self, name: str, step: int | None = None) -> int | None:
-        """Return the line of a top-level key, or of a step below it."""
-        at = self.text.find(f"{json.dumps(name)}:")
-        if at >= 0 and step is not None:
-            at = max(at, self.text.find(f'"{step}":', self.text.find('"values"', at)))
-        return None if at < 0 else self.text.count("\n", 0, at) + 1
+def _finding(
+    golden: Golden, rule: str, message: str, severity: Severity = Severity.ERROR
+) -> Finding:
+    """Return a finding of a golden."""
+    return Finding(file=Path(golden.path), line=None, rule=rule, message=message, severity=severity)
 
 
-def check_content(golden: GoldenFile) -> Iterator[Finding]:
+def check_content(golden: Golden) -> Iterator[Finding]:
     """Yield values of the file that nothing can be compared with."""
-    generation = golden.content.generation
-    if generation is not None and (problem := find_not_finite(generation)):
-        yield golden.finding("golden-unreadable", f"{problem}; record it again")
-    for name, series in golden.content.metrics.items():
+    rule, remedy = "golden-unreadable", "record it again"
+    if golden.generation is not None and (problem := find_not_finite(golden.generation)):
+        yield _finding(golden, rule, f"{problem}; {remedy}")
+    for name, series in golden.metrics.items():
         if not len(series):
-            message = f"{name}: no value; record it again"
-            yield golden.finding("golden-unreadable", message, line=golden.line_of(name))
+            yield _finding(golden, rule, f"{name}: no value; {remedy}")
         elif (bad := _find_not_finite(name, series)) is not None:
             step, value = bad
             what = f"the text {value!r}" if isinstance(value, str) else f"{value}"
-            message = f"{name}: {what} at step {step}, expected a finite number; record it again"
-            yield golden.finding("golden-unreadable", message, line=golden.line_of(name, step))
+            message = f"{name}: {what} at step {step}, expected a finite number; {remedy}"
+            yield _finding(golden, rule, message)
 
 
 def _find_not_finite(name: str, series: Series) -> tuple[int, float | str] | None:
@@ -105,18 +77,18 @@ def _find_not_finite(name: str, series: Series) -> tuple[int, float | str] | Non
     return bad[0]
 
 
-def check_against_case(golden: GoldenFile, case: WorkloadCase) -> Iterator[Finding]:
+def check_against_case(golden: Golden, case: WorkloadCase) -> Iterator[Finding]:
     """Yield where the file does not fit the test case that it belongs to."""
-    is_generation = golden.content.generation is not None
+    is_generation = golden.generation is not None
     if is_generation != (case.mode is CaseMode.INFERENCE):
         kind = "the output of an inference program" if is_generation else "series of a training"
         message = f"holds {kind}, MODE of {case.path} is {case.mode.value!r}; record it again"
-        yield golden.finding("golden-metric", message)
+        yield _finding(golden, "golden-metric", message)
         return
     for name in (case.metrics or ()) if case.needs_golden else ():
-        if not _has_metric(golden.content, name):
+        if not _has_metric(golden, name):
             message = f"{case.path} compares {name!r}, which is not here; record it again"
-            yield golden.finding("golden-metric", message)
+            yield _finding(golden, "golden-metric", message)
     yield from _check_end(golden, case)
 
 
@@ -127,61 +99,29 @@ def _has_metric(golden: Golden, name: str) -> bool:
     return name in golden.metrics or name.replace("-", " ") in golden.metrics
 
 
-def _check_end(golden: GoldenFile, case: WorkloadCase) -> Iterator[Finding]:
-    """Yield the metrics that end before the training of their case does, those at one step once."""
+def _check_end(golden: Golden, case: WorkloadCase) -> Iterator[Finding]:
+    """Yield the metrics that end before the training of their case does."""
     last = case.compared_end
     if last is None:
         return
-    ends: dict[int, list[str]] = {}
-    for name, series in golden.content.metrics.items():
+    for name, series in golden.metrics.items():
         is_open = name in _MAY_BE_UNMEASURED or case.test_type is TestType.RELEASE
         steps = (series if is_open else without_unmeasured_end(series)).steps
         if steps and steps[-1] + step_interval(series.steps) <= last:
-            ends.setdefault(steps[-1], []).append(name)
-    for end, names in ends.items():
-        message = f"{', '.join(names)}: ends at step {end}, the training of {case.path} at {last}; "
-        line = golden.line_of(names[0])
-        yield golden.finding("golden-truncated", f"{message}record it again", line=line)
+            message = f"{name}: ends at step {steps[-1]}, the training of {case.path} at {last}; "
+            yield _finding(golden, "golden-truncated", f"{message}record it again")
 
 
 def check_origin(
-    golden: GoldenFile, case: CaseDocument | None, rows: Sequence[Workload], root: Path
+    golden: Golden, case: CaseDocument | None, rows: Sequence[Workload]
 ) -> Iterator[Finding]:
-    """Yield signs that a golden is of another case or row than the project's.
-
-    Args:
-        golden: The golden.
-        case: The test case as it is now; None where there is none.
-        rows: Those that read the golden.
-        root: The project, whose git has the case as it was.
-    """
-    provenance = golden.content.provenance
-    if provenance is None or not rows:
-        return
+    """Yield that a golden was made of another case or row than those that read it."""
+    made = None if golden.provenance is None else golden.provenance.config_hash
     now = [fingerprint(row, None if case is None else case.value) for row in rows]
-    message = ""
-    if provenance.config_hash is not None:
-        if provenance.config_hash not in now:
-            message = f"was made of another case or row: its config_hash is not {now[0]}, that of "
-            message += f"{rows[0].where}; record it again"
-    elif provenance.commit is not None and case is not None and rows[0].own_case is None:
-        then = _case_at(root, provenance.commit, case.file)
-        if then is not None and fingerprint(rows[0], then) != now[0]:
-            message = f"was made at commit {provenance.commit}, {case.file} has changed since; "
-            message += "record it again"
-    if message:
-        line = golden.line_of("_provenance")
-        yield golden.finding("golden-stale", message, line=line, severity=Severity.WARNING)
-
-
-def _case_at(root: Path, commit: str, path: Path) -> Mapping[str, JsonValue] | None:
-    """Return a case as a commit has it; None where it does not, or cannot be read."""
-    name = path.absolute().relative_to(root.absolute()).as_posix()
-    text = None if commit.startswith("-") else ask_git(root, "show", f"{commit}:./{name}")
-    try:
-        return None if text is None else parse_document(text, path).value
-    except YamlError:
-        return None
+    if made is not None and rows and made not in now:
+        message = f"was made of another case or row: its config_hash is not {now[0]}, that of "
+        message += f"{rows[0].where}; record it again"
+        yield _finding(golden, "golden-stale", message, Severity.WARNING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +189,6 @@ class GoldenLint:
 
     Attributes:
         num_goldens: Files that were looked at; `num_read` of them are read by a row.
-        num_bytes: How much was read.
         num_broken: Recipes with errors, whose rows are not known.
     """
 
@@ -257,19 +196,15 @@ class GoldenLint:
         self._project = project
         self._cases: dict[Path, CaseDocument | None] = {}
         self._findings: list[Finding] = []
-        self.num_goldens = self.num_read = self.num_bytes = 0
+        self.num_goldens = self.num_read = 0
         loaded = read_recipes(project.recipes, Profile.STRICT, project.vocabulary)
         self._workloads = [workload for one in loaded for workload in one.workloads]
         self.num_broken = sum(bool(one.errors) for one in loaded)
         self._readers: dict[Path, list[Workload]] = {}
-        self._shadowed: dict[Path, Path] = {}
         for workload in self._workloads:
             places = golden_paths(project.root, workload, project.other_names)
-            existing = [place for place in places if place.is_file()]
-            for place in existing[:1]:
+            for place in [place for place in places if place.is_file()][:1]:
                 self._readers.setdefault(place.absolute(), []).append(workload)
-            for place in existing[1:]:
-                self._shadowed[place.absolute()] = existing[0]
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -284,7 +219,11 @@ class GoldenLint:
         parts = _parts_of(path, self._project.root)
         if parts and self._project.recipes and not rows:
             if not self.num_broken:
-                self._findings.append(_unreachable(path, self._shadowed.get(path.absolute())))
+                message = "no row of the recipes reads this golden; remove it or add a row"
+                unread = Golden(path=str(path), metrics={})
+                self._findings.append(
+                    _finding(unread, "unreachable-golden", message, Severity.WARNING)
+                )
             return
         golden = self._read(path)
         if golden is None:
@@ -295,7 +234,7 @@ class GoldenLint:
             case = self._case_at(self._project.root / CASES / Path(*parts[:-1]) / CASE_NAME)
         if case is not None and (sound := sound_case(case)) is not None:
             self._findings += check_against_case(golden, sound)
-        self._findings += check_origin(golden, case, rows, self._project.root)
+        self._findings += check_origin(golden, case, rows)
 
     def look_at_rows(self) -> None:
         """Check the recipes for goldens that are missing."""
@@ -306,19 +245,16 @@ class GoldenLint:
             if case is not None and case.needs_golden:
                 self._findings += check_golden(workload, root, other_names)
 
-    def _read(self, path: Path) -> GoldenFile | None:
+    def _read(self, path: Path) -> Golden | None:
         """Read a golden, and note why it cannot be read."""
         try:
-            text = read_text(path)
-            self.num_bytes += len(text)
-            golden = parse_golden(text, str(path))
+            return read_golden(path)
         except GoldenError as error:
             where = error.where.removeprefix(str(path)).lstrip(":").partition(":")[0]
             line = int(where) if where.isdecimal() else None
             finding = Finding(file=path, line=line, rule="golden-unreadable", message=error.problem)
             self._findings.append(finding)
             return None
-        return GoldenFile(path=path, text=text, content=golden)
 
     def _case_at(self, path: Path) -> CaseDocument | None:
         """Return a case, read once; None if it is not there."""
@@ -336,12 +272,3 @@ def _parts_of(path: Path, root: Path) -> tuple[str, ...]:
         if path.absolute().is_relative_to(tree):
             return path.absolute().relative_to(tree).parts
     return ()
-
-
-def _unreachable(path: Path, other: Path | None) -> Finding:
-    message = "no row of the recipes reads this golden; remove it or add a row"
-    if other is not None:
-        message = f"{other} is read instead of this; remove one of the two"
-    return Finding(
-        file=path, line=None, rule="unreachable-golden", message=message, severity=Severity.WARNING
-    )

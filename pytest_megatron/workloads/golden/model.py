@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import groupby, pairwise
 from typing import Annotated, TypeAlias, TypeVar
 
-from annotated_types import Ge
+from annotated_types import Ge, Gt, Lt
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.schema import FINITE, SchemaError, validate
@@ -38,8 +38,8 @@ GENERATION_METRICS = (*REQUEST_METRICS, THROUGHPUT, MEMORY, *COUNTS)
 
 _REQUEST_KEYS = frozenset((*REQUEST_METRICS, "input_prompt", "latency"))
 _INDICES = f"{ROUTING}_token_indices"
-_MOST = 1 << 53
-_Number = TypeVar("_Number", int, float)
+_MOST = 1 << 53  # whole numbers that a float has
+_Whole: TypeAlias = Annotated[int, Gt(-_MOST), Lt(_MOST)]
 _Of = TypeVar("_Of")
 
 # Position in the request to the experts of each layer there.
@@ -106,6 +106,19 @@ def is_generation(value: Mapping[str, JsonValue]) -> bool:
     return any(isinstance(v, dict) and v.keys() & _REQUEST_KEYS for v in value.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Answer:
+    """The keys of an answer that are read."""
+
+    generated_tokens: tuple[_Whole, ...] | None = None
+    generated_text: str | None = None
+    logprobs: tuple[float, ...] | None = None
+    prompt_logprobs: tuple[float, ...] | None = None
+    generated_logprobs: tuple[float, ...] | None = None
+    routing_indices: list[list[_Whole] | list[list[_Whole]]] | None = None
+    routing_indices_token_indices: list[_Whole] | None = None
+
+
 def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
     """Return the parsed output of an inference program.
 
@@ -117,25 +130,60 @@ def parse_generation(value: Mapping[str, JsonValue], where: str) -> Generation:
     """
     if value.keys() & (_REQUEST_KEYS - {THROUGHPUT}):
         value = {"0": dict(value)}
-    requests = {
-        name: _parse_request(item, f"{where}: request {name!r}")
-        for name, item in value.items()
-        if isinstance(item, dict)
-    }
+    requests = {name: item for name, item in value.items() if isinstance(item, dict)}
     if not requests:
         raise GoldenError(where, "holds no request, expected one object a request, by its id")
     rest = {name: item for name, item in value.items() if name not in requests}
+    of_run: JsonValue = {
+        name: item if isinstance(item := rest.get(name, []), list) else [item]
+        for name in (THROUGHPUT, MEMORY, *COUNTS)
+    }
+    try:
+        answers = validate(dict[str, _Answer], {**requests})
+        numbers = validate(dict[str, list[float]], of_run)
+    except SchemaError as error:
+        raise GoldenError(where, str(error)) from error
     return Generation(
-        requests=requests,
-        throughput=_some_numbers(rest.get(THROUGHPUT), f"{where}: {THROUGHPUT!r}"),
-        memory_bytes=_some_numbers(rest.get(MEMORY), f"{where}: {MEMORY!r}"),
-        counts={
-            name: values[0]
-            for name in COUNTS
-            if (values := _some_numbers(rest.get(name), f"{where}: {name!r}"))
+        requests={
+            name: PromptAnswer(
+                tokens=answer.generated_tokens,
+                logprobs={
+                    metric: values
+                    for metric in LOGPROBS
+                    if (values := getattr(answer, metric)) is not None
+                },
+                text=answer.generated_text,
+                routing=_routing_of(answer, f"{where}: {name}"),
+                content=requests[name],
+            )
+            for name, answer in answers.items()
         },
+        throughput=tuple(numbers[THROUGHPUT]),
+        memory_bytes=tuple(numbers[MEMORY]),
+        counts={name: numbers[name][0] for name in COUNTS if numbers[name]},
         content=rest,
     )
+
+
+def _routing_of(answer: _Answer, where: str) -> Routing | None:
+    """Return experts by position: of every position, or of those that the request names."""
+    rows, named = answer.routing_indices, answer.routing_indices_token_indices
+    if rows is None:
+        return None
+    indices = range(len(rows)) if named is None else named
+    if len(indices) != len(rows):  # all rows are there, and some of them are meant
+        for index in indices:
+            if not 0 <= index < len(rows):
+                raise GoldenError(where, f"{_INDICES!r} names row {index} of {len(rows)}")
+        rows = [rows[index] for index in indices]
+    return {i: _experts_of(row) for i, row in zip(indices, rows, strict=True)}
+
+
+def _experts_of(row: list[int] | list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    """Return the experts of a position, by layer; of one layer they may stand by themselves."""
+    layers = [part for part in row if isinstance(part, list)]
+    alone = [part for part in row if isinstance(part, int)]
+    return tuple(tuple(sorted(layer)) for layer in layers or [alone])
 
 
 def generation_to_json(generation: Generation) -> dict[str, JsonValue]:
@@ -159,90 +207,6 @@ def find_not_finite(generation: Generation) -> str | None:
         if not all(map(math.isfinite, values)):
             return f"{metric} is not a finite number"
     return None
-
-
-def _parse_request(item: Mapping[str, JsonValue], where: str) -> PromptAnswer:
-    """Return a request with its answer."""
-    tokens = item.get(TOKENS)
-    text = item.get(TEXT)
-    if text is not None and not isinstance(text, str):
-        raise GoldenError(where, f"{TEXT!r} is {kind_of(text)}, expected text")
-    return PromptAnswer(
-        tokens=None if tokens is None else _whole_numbers(tokens, f"{where}, {TOKENS!r}"),
-        logprobs={
-            name: _numbers(item[name], f"{where}, {name!r}")
-            for name in LOGPROBS
-            if item.get(name) is not None
-        },
-        text=text,
-        routing=_parse_routing(item, where),
-        content=item,
-    )
-
-
-def _parse_routing(item: Mapping[str, JsonValue], where: str) -> Routing | None:
-    """Return experts by position: of every position, or of those that the request names."""
-    rows = item.get(ROUTING)
-    if rows is None:
-        return None
-    if not isinstance(rows, list):
-        raise GoldenError(where, f"{ROUTING!r} is {kind_of(rows)}, expected a list of rows")
-    named = item.get(_INDICES)
-    indices = (
-        tuple(range(len(rows)))
-        if named is None
-        else _whole_numbers(named, f"{where}, {_INDICES!r}")
-    )
-    if len(indices) != len(rows):  # all rows are there, and some of them are meant
-        for index in indices:
-            if not 0 <= index < len(rows):
-                raise GoldenError(where, f"{_INDICES!r} names row {index} of {len(rows)}")
-        rows = [rows[index] for index in indices]
-    return {i: _parse_row(row, where) for i, row in zip(indices, rows, strict=True)}
-
-
-def _parse_row(row: JsonValue, where: str) -> tuple[tuple[int, ...], ...]:
-    """Return the experts of a position, by layer."""
-    if not isinstance(row, list):
-        raise GoldenError(where, f"a row of {ROUTING!r} is {kind_of(row)}, expected a list")
-    layers = row if any(isinstance(part, list) for part in row) else [row]
-    return tuple(tuple(sorted(_whole_numbers(part, f"{where}, {ROUTING!r}"))) for part in layers)
-
-
-def _some_numbers(value: JsonValue, where: str) -> tuple[float, ...]:
-    """Return a list of numbers, or one number as a list of one."""
-    if value is None:
-        return ()
-    return _numbers(value if isinstance(value, list) else [value], where)
-
-
-def _numbers(value: JsonValue, where: str) -> tuple[float, ...]:
-    """Return a list of numbers."""
-    numbers = _list_of(value, (int, float), "number", where)
-    try:
-        return tuple(map(float, numbers))
-    except OverflowError as error:
-        raise GoldenError(where, str(error)) from error
-
-
-def _whole_numbers(value: JsonValue, where: str) -> tuple[int, ...]:
-    """Return a list of whole numbers."""
-    numbers = _list_of(value, (int,), "whole number", where)
-    if any(abs(v) >= _MOST for v in numbers):
-        raise GoldenError(where, "holds a whole number of more than 53 bits")
-    return tuple(numbers)
-
-
-def _list_of(
-    value: JsonValue, kinds: tuple[type[_Number], ...], what: str, where: str
-) -> list[_Number]:
-    """Return a list of numbers of some kinds; another value is an error."""
-    if not isinstance(value, list):
-        raise GoldenError(where, f"{kind_of(value)}, expected a list of {what}s")
-    numbers = [v for v in value if isinstance(v, kinds) and not isinstance(v, bool)]
-    if len(numbers) != len(value):
-        raise GoldenError(where, f"holds something that is no {what}")
-    return numbers
 
 
 def kind_of(value: JsonValue) -> str:

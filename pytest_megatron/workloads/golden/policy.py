@@ -1,7 +1,7 @@
 """The policy of a comparison, and the limits by kind of metric that it changes.
 
 `ComparisonPolicy.STRICT` and `ComparisonPolicy.MEGATRON` come with the package; a policy file
-inherits from one of them and changes limits by metric, case, platform and environment.
+inherits from the first and changes limits by metric, case, platform and environment.
 
 A limit that is a fraction is relative to the golden unless the name says otherwise. The values for
 a loss, a count and memory come from the movement of Megatron-LM's own goldens over 238 changes of
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, ClassVar, TypeAlias, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
 from annotated_types import Ge, Lt, MinLen
 from typing_extensions import TypedDict
@@ -246,8 +246,7 @@ class MetricSettings(TypedDict, total=False):
 
     judged: Annotated[bool, About("False leaves the metric out.")]
     kind: Annotated[LimitKind, About("Of a metric that is not what its name says.")]
-    exact: Annotated[Exact | bool, About("When every bit counts; under megatron true or false.")]
-    approximate: Annotated[_Part, About("Under megatron: relative tolerance of a step.")]
+    exact: Annotated[Exact, About("When every bit counts.")]
     step_1: Annotated[_Part, About("Of the first step.")]
     early_steps: Annotated[Count, About("Length of the early window.")]
     early_band: Annotated[_Part, About("Of each step in it.")]
@@ -469,7 +468,6 @@ def keys_of(limits: Limits) -> frozenset[str]:
 
 
 _OF_ALL = frozenset({"judged", "kind"})
-_OF_MEGATRON = frozenset({"approximate", "exact"})
 
 
 def policy_named(
@@ -508,7 +506,7 @@ class PolicyFile:
     """A policy of one's own."""
 
     format_version: FormatVersion
-    inherit: Base
+    inherit: Literal["strict"]
     metrics: _Metrics = field(default_factory=dict)
     overrides: Annotated[tuple[Override, ...], MinLen(1)] = ()
 
@@ -528,11 +526,11 @@ def read_policy(path: Path) -> ComparisonPolicy:
     document = read_yaml(path, error=GoldenError)
     refuse_duplicates(document, GoldenError)
     found = read(PolicyFile, document, GoldenError)
-    _check_keys(document, ("metrics",), found.metrics, found.inherit)
+    _check_keys(document, ("metrics",), found.metrics)
     for i, override in enumerate(found.overrides):
-        _check_keys(document, ("overrides", i, "metrics"), override.metrics, found.inherit)
+        _check_keys(document, ("overrides", i, "metrics"), override.metrics)
     return ComparisonPolicy(
-        base=found.inherit,
+        base=Base.STRICT,
         name=str(path),
         digest=digest_of(path),
         metrics=cast("Mapping[str, Settings]", found.metrics),
@@ -550,37 +548,28 @@ def _own_limits(workload: Workload) -> Override | None:
         problem = error.problems[0]
         text = f"compare.{dotted(problem.path[1:])}: {problem.text}"
         raise RecipeError(workload.where, text) from error
-    for _, text in _wrong_keys(found.metrics, Base.STRICT):
+    for _, text in _wrong_keys(found.metrics):
         raise RecipeError(workload.where, f"compare.{text}")
     return found
 
 
 def _check_keys(
-    document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings], base: Base
+    document: YamlDocument, path: YamlPath, metrics: Mapping[str, MetricSettings]
 ) -> None:
     """Require that each limit is one of its metric's kind, so that none is without effect."""
-    for keys, problem in _wrong_keys(metrics, base):
+    for keys, problem in _wrong_keys(metrics):
         raise GoldenError(document.where((*path, *keys)), problem)
 
 
-def _wrong_keys(
-    metrics: Mapping[str, MetricSettings], base: Base
-) -> Iterator[tuple[YamlPath, str]]:
+def _wrong_keys(metrics: Mapping[str, MetricSettings]) -> Iterator[tuple[YamlPath, str]]:
     """Yield the limits that their metrics do not have, with the problem."""
     for metric, settings in metrics.items():
         kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
         known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
         whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
-        if base is Base.MEGATRON:
-            known, whose = _OF_MEGATRON, "a metric under megatron"
         for key in (key for key in settings if key not in known):
             text = f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}"
             yield (metric, key), text
-        exact = settings.get("exact")
-        if exact is not None and isinstance(exact, bool) != (base is Base.MEGATRON):
-            expected = "true, false" if base is Base.MEGATRON else "auto, always, never"
-            written = exact if isinstance(exact, bool) else exact.value
-            yield (metric, "exact"), f"{metric}: exact is {written!r}, expected one of {expected}"
 
 
 def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -15,7 +14,6 @@ from pytest_megatron.workloads.golden.compare.result import relative
 from pytest_megatron.workloads.golden.model import (
     Golden,
     MetricMap,
-    Provenance,
     Series,
     environment_of,
     is_loss,
@@ -32,7 +30,6 @@ from pytest_megatron.workloads.golden.policy import (
 
 NOISE = 1e-4  # of a signed mean; below it a loss counts as the same
 _ZERO = 1e-12  # an old value that nothing is divided by
-_CAUSES = ("image", "gpu", "driver", "host_class", "precision", "world_size")
 # The limits of a run, but for bits and for the single steps that it may have outside its band.
 _BAND = replace(
     ComparisonPolicy.STRICT, metrics={"*": {"exact": Exact.NEVER, "outside_fraction": 0.0}}
@@ -63,8 +60,7 @@ class FileChange(Enum):
 
     NEW = "new"
     GONE = "gone"
-    UNREADABLE = "unreadable"
-    WAS_UNREADABLE = "was unreadable"
+    UNREADABLE = "unreadable"  # before, or now
     CHANGED = "changed"
     UNCHANGED = "unchanged"
 
@@ -127,14 +123,12 @@ class FileDifference:
     Attributes:
         path: Path in the project.
         metrics: Those that differ; all of a file that is new.
-        causes: Changes of the provenance, as in `image a -> b`.
         old: The golden before, None where there was none; likewise `new`.
     """
 
     path: str
     state: FileChange
     metrics: tuple[MetricDifference, ...] = ()
-    causes: tuple[str, ...] = ()
     old: Golden | None = None
     new: Golden | None = None
 
@@ -177,7 +171,7 @@ def differ(
     ]
     changed = tuple(m for m in metrics if m.num_changed or m.num_old == 0 or m.num_new == 0)
     if old is None:
-        state = FileChange.WAS_UNREADABLE if broken else FileChange.NEW
+        state = FileChange.UNREADABLE if broken else FileChange.NEW
     elif new is None:
         state = FileChange.UNREADABLE if broken else FileChange.GONE
     else:
@@ -186,7 +180,6 @@ def differ(
         path=path,
         state=state,
         metrics=changed,
-        causes=_causes(old, new),
         old=old,
         new=new,
     )
@@ -247,29 +240,3 @@ def _is_generated_otherwise(old: Series | None, new: Series | None) -> bool:
         a != b if isinstance(a, str) or isinstance(b, str) else not abs(a - b) <= LOGPROB_ABSOLUTE
         for a, b in zip(old.values, new.values, strict=True)
     )
-
-
-def _causes(old: Golden | None, new: Golden | None) -> tuple[str, ...]:
-    """Return what of the origin of two goldens differs."""
-    before = old.provenance if old is not None else None
-    after = new.provenance if new is not None else None
-    if before is None or after is None:
-        return ()
-    found = [
-        f"{name.replace('_', ' ')} {getattr(before, name)} -> {getattr(after, name)}"
-        for name in _CAUSES
-        if getattr(before, name) not in (None, getattr(after, name))
-    ]
-    if before.config_hash not in (None, after.config_hash):
-        found.append("the case or its row")
-    return (*found, *_versions(before, after))
-
-
-def _versions(before: Provenance, after: Provenance) -> Sequence[str]:
-    """Return the packages whose versions differ."""
-    names = sorted(before.versions.keys() & after.versions.keys())
-    return [
-        f"{name} {before.versions[name]} -> {after.versions[name]}"
-        for name in names
-        if before.versions[name] != after.versions[name]
-    ]

@@ -24,18 +24,17 @@ FORMS = ("text", "json", "markdown")
 MOST_BYTES = 60_000
 _COLUMNS = ("golden", "metric", "steps", "mean difference", "largest", "first step", "change")
 _WORST_FIRST = list(MetricChange)
-_LISTED = (FileChange.NEW, FileChange.WAS_UNREADABLE, FileChange.UNREADABLE, FileChange.GONE)
+_LISTED = (FileChange.NEW, FileChange.UNREADABLE, FileChange.GONE)
 _FEWEST, _MOST = 1e-4, 1e4  # shown without an exponent
 
 
 def differences_text(differences: Sequence[FileDifference]) -> str:
-    """Return the table, what else changed, and the files that are new or gone."""
+    """Return the table, and the files that are new or gone."""
     rows = _rows(differences)
     lines = [_headline(differences)]
     lines += columns(
         [_COLUMNS, *((path, *_cells(metric)) for path, metric in rows)] if rows else []
     )
-    lines += [f"{cause}: {goldens}" for cause, goldens in _causes(differences)]
     lines += [f"{path}: {state}" for state, paths in _files(differences) for path in paths]
     return plain("\n".join(lines))
 
@@ -47,7 +46,6 @@ def markdown(differences: Sequence[FileDifference]) -> str:
         headline=_headline(differences),
         columns=_COLUMNS,
         rows=[(path, metric, _cells(metric)[1:]) for path, metric in _rows(differences)],
-        causes=_causes(differences),
         files=[(state.capitalize(), paths) for state, paths in _files(differences)],
     )
     return page.rstrip()
@@ -59,7 +57,6 @@ def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonVal
         {
             "path": difference.path,
             "state": difference.state.value,
-            "causes": list[JsonValue](difference.causes),
             "metrics": [_metric_json(metric) for metric in difference.metrics],
         }
         for difference in differences
@@ -104,12 +101,6 @@ def _mean(value: float | None) -> str:
     if value == 0:
         return "0"
     return f"{value:.6f}" if _FEWEST <= abs(value) < _MOST else f"{value:.3e}"
-
-
-def _causes(differences: Sequence[FileDifference]) -> list[tuple[str, str]]:
-    """Return what changed around goldens, and around how many, the commonest first."""
-    causes = Counter(cause for d in differences if d.metrics for cause in d.causes)
-    return [(cause, counted(n, "golden")) for cause, n in causes.most_common()]
 
 
 def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]:

@@ -16,7 +16,6 @@ from pytest_megatron.workloads.golden.compare.result import (
     Comparison,
     ComparisonRule,
     recorded,
-    relative,
 )
 from pytest_megatron.workloads.golden.model import (
     Generation,
@@ -161,44 +160,17 @@ def _unjudged(comparison: Comparison) -> Comparison:
     return replace(comparison, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
 
 
-def _strength(failed: Comparison) -> float:
-    """Return how many times its limit a failure measured, at most; inf where values are missing.
-
-    A time that is missing says less than any value that is wrong, a golden at fault nothing.
-    """
-    if failed.is_golden_to_blame:
-        return 0.0
-    layers = [layer for layer in failed.layers if not layer.passed]
-    if not layers or any(layer.layer == ComparisonRule.PRESENCE.value for layer in layers):
-        is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
-        return 1.0 if is_cost else math.inf
-    found = [(layer.measured, layer.limit) for layer in layers]
-    if (first := failed.first) is not None:
-        observed, expected = first.observed, first.golden
-        if isinstance(observed, float) and isinstance(expected, float):
-            found.append((relative(observed, expected), first.tolerance))
-    return max((abs(part) / most for part, most in found if part is not None and most), default=1.0)
+def first_off_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
+    """Return comparisons by the step at which they are off first; goldens at fault come last."""
+    return tuple(sorted(failed, key=_place_of))
 
 
-def most_telling_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:
-    """Return comparisons by strength, and before all others the one that was off first.
-
-    Where the strongest has no step of its own, as a mean has none, it stays before all others.
-    """
-    ordered = sorted(failed, key=lambda one: -_strength(one))
-    steps = {i: step for i, one in enumerate(ordered) if (step := _step_of(one)) is not None}
-    if 0 in steps:
-        ordered.insert(0, ordered.pop(min(steps, key=lambda index: steps[index])))
-    return tuple(ordered)
-
-
-def _step_of(failed: Comparison) -> int | None:
-    """Return the first step of a training that is wrong; None where it says little, or is none."""
+def _place_of(failed: Comparison) -> tuple[bool, bool, float]:
+    """Return the order of a failure: without a step after all with one, a time or memory later."""
     first = failed.first
+    is_step = first is not None and first.place is None and failed.summary is None
     is_cost = isinstance(limits_of(failed.metric), CostLimits | MemoryLimits)
-    if first is None or first.place is not None or failed.summary is not None:
-        return None
-    return None if is_cost or failed.is_golden_to_blame else first.step
+    return failed.is_golden_to_blame, is_cost, first.step if first and is_step else math.inf
 
 
 GOLDEN = "golden"  # what a repeat was compared with
@@ -226,8 +198,8 @@ class RepeatComparison:
 
     @property
     def failed(self) -> tuple[Comparison, ...]:
-        """The metrics that disagree: the one that was off first, then by how far they are off."""
-        return most_telling_first(c for c in self.comparisons if not c.passed)
+        """The metrics that disagree, the one that was off first before the others."""
+        return first_off_first(c for c in self.comparisons if not c.passed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,7 +228,7 @@ class Judgement:
     def in_short(self) -> str:
         """The metric that disagrees and where, for a line that ends at the terminal's width."""
         failed = [c for repeat in self.failed for c in repeat.failed]
-        first = most_telling_first(failed)[0]
+        first = first_off_first(failed)[0]
         num_more = len({comparison.metric for comparison in failed} - {first.metric})
         step = None if first.summary is not None else first.first
         where = "" if step is None else f" at {step.where}"

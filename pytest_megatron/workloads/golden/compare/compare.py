@@ -75,7 +75,7 @@ def compare(
             if metrics is None:
                 metrics = [name for name in DEFAULT_METRICS if name in golden.metrics]
             return compare_like_megatron(
-                golden, observed, metrics=metrics, policy=policy, nondeterministic=nondeterministic
+                golden, observed, metrics=metrics, nondeterministic=nondeterministic
             )
     assert_never(policy.base)
 

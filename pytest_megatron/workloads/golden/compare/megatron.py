@@ -8,7 +8,6 @@ Source: Megatron-LM tests/functional_tests/python_test_utils/common.py, pipeline
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,7 +31,6 @@ from pytest_megatron.workloads.golden.compare.result import (
     band_of,
 )
 from pytest_megatron.workloads.golden.model import Golden, MetricMap, Series
-from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 
 DEFAULT_METRICS = ("lm loss", "num-zeros")
 _TIME = "iteration-time"
@@ -73,7 +71,6 @@ def compare_like_megatron(
     observed: MetricMap,
     *,
     metrics: Sequence[str],
-    policy: ComparisonPolicy = ComparisonPolicy.MEGATRON,
     nondeterministic: bool,
 ) -> tuple[Comparison, ...]:
     """Compare `metrics` of a run with a golden as Megatron-LM does.
@@ -83,26 +80,11 @@ def compare_like_megatron(
         observed: The run's; of full precision they are rounded to five decimals first, as
             Megatron-LM's extraction does, unless the golden is of full precision too.
         metrics: The case's METRICS.
-        policy: May change the tests of a metric, and give tests to one that has none.
         nondeterministic: The case's NON_DETERMINSTIC_RESULTS: approximate tests only.
     """
-    tests_of = functools.partial(_tests_of, policy)
     return tuple(
-        _compare(golden, observed, metric, tests_of(metric), nondeterministic=nondeterministic)
+        _compare(golden, observed, metric, TESTS.get(metric), nondeterministic=nondeterministic)
         for metric in metrics
-    )
-
-
-def _tests_of(policy: ComparisonPolicy, metric: str) -> _Tests | None:
-    """Return the tests of a metric; None where there are none."""
-    tests, settings = TESTS.get(metric), policy.settings(metric)
-    exact, approximate = settings.get("exact"), settings.get("approximate")
-    if tests is None and approximate is None:
-        return None
-    tests = tests or _Tests(has_exact=False, rtol=0.0)
-    return _Tests(
-        has_exact=exact if isinstance(exact, bool) else tests.has_exact,
-        rtol=float(approximate) if isinstance(approximate, int | float) else tests.rtol,
     )
 
 

@@ -143,38 +143,6 @@ def test_megatron_without_its_default_metrics_compares_nothing(
     assert "no metric that megatron compares by default" in found.err
 
 
-@pytest.mark.parametrize(
-    ("versions", "is_same"),
-    [
-        (("torch=2.13.0",), True),
-        (("torch==2.13.0",), True),
-        (("torch=2.12.0",), False),
-        ((), False),
-    ],
-)
-def test_bits_count_where_the_run_was_where_the_golden_is_from(
-    tmp_path: Path,
-    observed: Path,
-    *,
-    versions: tuple[str, ...],
-    is_same: bool,
-) -> None:
-    golden = tmp_path / "golden.json"
-    near: dict[int, Value] = {s: 5.0 - s / 100 + 1e-6 for s in LOSS}
-    origin = Provenance(
-        deterministic=True,
-        repeats=2,
-        host_class="a host",
-        image="an@sha256:1",
-        versions={"torch": "2.13.0", "python": "3.11"},
-    )
-    write_golden(golden, {"lm loss": series_of(near, is_full_precision=True)}, origin)
-    words = [word for version in versions for word in ("--version", version)]
-    place = ("--host-class", "a host", "--image", "an@sha256:1")
-    assert check(golden, observed, *place, *words).code == int(is_same)
-    assert check(golden, observed, "--version", "torch").code == 2
-
-
 @pytest.mark.parametrize("command", ["lint", "check"])
 def test_what_a_file_says_cannot_steer_the_terminal(tmp_path: Path, command: str) -> None:
     """A name of a metric that clears the screen and retitles the window."""

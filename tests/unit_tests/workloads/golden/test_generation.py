@@ -82,14 +82,14 @@ def test_experts_are_read_by_position_in_any_order(tmp_path: Path) -> None:
         ({"throughput": [1.0]}, "holds no request, expected one object a request, by its id"),
         (
             {"0": {"generated_tokens": "abc"}},
-            "request '0', 'generated_tokens': str 'abc', expected a list of whole numbers",
+            "0.generated_tokens: found 'abc', expected a list; write [abc]",
         ),
         (
             {"0": {"generated_tokens": [1.5]}},
-            "request '0', 'generated_tokens': holds something that is no whole number",
+            "0.generated_tokens[0]: found 1.5, expected an integer > -9.0072e+15 and < 9.0072e+15",
         ),
-        ({"0": {"logprobs": [None]}}, "request '0', 'logprobs': holds something that is no number"),
-        ({"0": {"generated_text": 7}}, "request '0': 'generated_text' is int '7', expected text"),
+        ({"0": {"logprobs": [None]}}, "0.logprobs[0]: found None, expected a number"),
+        ({"0": {"generated_text": 7}}, "0.generated_text: found 7, expected a string"),
         (
             {
                 "0": {
@@ -98,7 +98,7 @@ def test_experts_are_read_by_position_in_any_order(tmp_path: Path) -> None:
                     "latency": 1,
                 }
             },
-            "request '0': 'routing_indices_token_indices' names row 3 of 2",
+            "0: 'routing_indices_token_indices' names row 3 of 2",
         ),
     ],
 )

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -132,7 +131,7 @@ def test_broken_json_has_its_line(tree: Tree) -> None:
     assert finding.startswith(f"golden_values/gpt/tp1/{NAME}:2 error golden-unreadable: not JSON: ")
 
 
-def test_what_is_no_number_has_its_line(tree: Tree) -> None:
+def test_what_is_no_number_has_its_step(tree: Tree) -> None:
     """Text, nan and inf in goldens are equal."""
     path = tree.golden(tree.beside / NAME)
     document = json.loads(path.read_text())
@@ -141,7 +140,7 @@ def test_what_is_no_number_has_its_line(tree: Tree) -> None:
     path.write_text(json.dumps(document, indent=2))
     assert tree.lint() == [
         (
-            f"tests/functional_tests/test_cases/gpt/tp1/{NAME}:28 error golden-unreadable: "
+            f"tests/functional_tests/test_cases/gpt/tp1/{NAME} error golden-unreadable: "
             "lm loss: nan at step 3, expected a finite number; record it again"
         ),
     ]
@@ -149,11 +148,11 @@ def test_what_is_no_number_has_its_line(tree: Tree) -> None:
 
 def test_a_golden_that_ends_early_is_an_error(tree: Tree) -> None:
     path = tree.golden(tree.beside / NAME, end=9)
-    (finding,) = tree.lint()
-    assert finding == (
-        f"{path.relative_to(tree.root)}:2 error golden-truncated: iteration-time, lm loss: ends at "
-        f"step 9, the training of {tree.case.relative_to(tree.root)} at 10; record it again"
-    )
+    assert tree.lint() == [
+        f"{path.relative_to(tree.root)} error golden-truncated: {name}: ends at step 9, the "
+        f"training of {tree.case.relative_to(tree.root)} at 10; record it again"
+        for name in ("iteration-time", "lm loss")
+    ]
     tree.case.write_text(CASE.replace("10", "9"))
     assert tree.lint() == []
 
@@ -198,12 +197,9 @@ def test_goldens_that_no_row_reads_are_named(tree: Tree) -> None:
 def test_another_name_of_a_platform_is_read_until_its_own_is_there(tree: Tree) -> None:
     old = tree.golden(tree.beside / "golden_values_dev_oldcluster.json")
     assert tree.lint(oldcluster="dgx_h100") == []
-    new = tree.golden(tree.beside / NAME)
+    tree.golden(tree.beside / NAME)
     (finding,) = tree.lint(oldcluster="dgx_h100")
-    assert finding == (
-        f"{old.relative_to(tree.root)} warning unreachable-golden: {new.relative_to(tree.root)} is "
-        "read instead of this; remove one of the two"
-    )
+    assert finding.startswith(f"{old.relative_to(tree.root)} warning unreachable-golden: no row ")
 
 
 def test_broken_provenance_is_an_error(tree: Tree) -> None:
@@ -220,28 +216,6 @@ def test_a_golden_of_another_case_is_stale(tree: Tree) -> None:
     tree.case.write_text(CASE + "ENV_VARS: {A: 1}\n")
     (finding,) = tree.lint()
     assert " warning golden-stale: was made of another case or row: its config_hash is " in finding
-
-
-def test_a_commit_is_looked_up_where_the_history_is_known(tree: Tree) -> None:
-    def git(*arguments: str) -> str:
-        settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tree.root))
-        return subprocess.run(
-            ["git", *settings, *arguments],  # noqa: S607 - the user's git
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    path = tree.golden(tree.ours / NAME, {"commit": git("rev-parse", "HEAD")})
-    assert tree.lint() == []
-    tree.case.write_text(CASE.replace("MODEL_ARGS: {", "MODEL_ARGS: {--bf16: true, "))
-    (finding,) = tree.lint()
-    assert " warning golden-stale: was made at commit " in finding
-    tree.golden(path, {"commit": COMMIT})  # which nobody has here
-    assert tree.lint() == []
 
 
 def test_only_the_files_asked_for_are_looked_at(tree: Tree) -> None:

@@ -41,7 +41,7 @@ def test_lint_prints_findings_and_what_it_looked_at() -> None:
             "this golden; remove it or add a row [unreachable-golden]"
         ),
         "0 errors, 1 warning",
-        "2 goldens, 0.0 MB; 1 of them read by a row",
+        "2 goldens; 1 of them read by a row",
     ]
     OLD.write_text("{}")
     found = run("lint", OLD, "--format", "github")

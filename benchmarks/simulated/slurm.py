@@ -102,10 +102,6 @@ class SimulatedSlurm:
                 del self._numbers[seen.job_id]
         return tuple(self._said(job) for job in self._cluster.jobs())
 
-    def accounted(self, _ids: Sequence[int]) -> tuple[SlurmJob, ...]:
-        """Return nothing: there is no accounting."""
-        return ()
-
     def cancel(self, ids: Sequence[int]) -> None:
         """End jobs."""
         for job_id in ids:

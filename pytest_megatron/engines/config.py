@@ -321,16 +321,6 @@ class SlurmConfig(PlaceConfig):
             "and its end."
         ),
     ] = 10
-    retry_timeout: Annotated[
-        bool, About("Whether a job that Slurm ended for its time is tried again.")
-    ] = False
-    retry_cancelled: Annotated[
-        bool,
-        About(
-            "Whether a job that you cancelled yourself with `scancel` is tried again; without "
-            "Slurm's accounting nobody can tell whether it was you, and it counts as yours."
-        ),
-    ] = False
     max_jobs: Annotated[
         Positive | None, About("Jobs of a run that are in the queue at a time; by default all.")
     ] = None
@@ -432,6 +422,8 @@ _VARIABLES = frozenset(("env", "job_env"))
 _REMOVED = {
     ("slurm", "max_array"): "was removed, as jobs are no arrays any more; drop it",
     ("slurm", "remember_nodes"): "was removed; drop it, exclude has the nodes to keep away from",
+    ("slurm", "retry_cancelled"): "was removed, as nobody knows who cancelled a job; drop it",
+    ("slurm", "retry_timeout"): "was removed; drop it, a larger time_slack gives jobs more time",
     ("slurm", "shared_paths"): "was removed, as paths are not checked any more; drop it",
 }
 

@@ -8,8 +8,6 @@ answer is waited for.
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +37,6 @@ from pytest_megatron.engines.slurm.submit import (
     SlurmSettings,
     Submitted,
     Submitter,
-    who_cancelled,
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import (
@@ -64,10 +61,6 @@ from pytest_megatron.workloads.training.run.runner import (
 _CANCEL_S = 60.0  # for jobs to end; Slurm waits 30 s by itself between TERM and KILL
 _CANCEL_POLL_S = 0.5
 _HASTY = 6.0  # a job that did not end well is waited for by so much less than one that did
-_ACCOUNT_S = 30.0  # between two questions to the accounting
-# What a job comes to that cannot write its output: its node is as good as any.
-_MAYBE_OF_DISK = (TroubleKind.BOOT_FAIL, TroubleKind.LOST)
-_ROOM = 1 << 16  # bytes that a job's log and record need at the least
 _MOST_FOLLOWED = 16  # running jobs whose logs are read: a shared file system has others to serve
 _Clock = tuple[Callable[[], float], Callable[[float], None]]
 
@@ -130,7 +123,6 @@ class SlurmEngine:
         self._tracked: dict[str, _Tracked] = {}
         self._news: list[Update] = []
         self._unwanted: set[int] = set()  # jobs to be cancelled
-        self._asked_account = -_ACCOUNT_S
         self._described: set[Resources] = set()
 
     def settle(self, setting: Setting, workload: Workload) -> Setting:
@@ -274,7 +266,6 @@ class SlurmEngine:
         seen, strays = self._intake.recognise(self._commands.jobs())
         self._unwanted |= strays
         self._give_up_unanswered()
-        seen = self._with_who_cancelled(seen)
         if any(tracked.absent_since is not None for tracked in self._tracked.values()):
             with contextlib.suppress(OSError):  # a network file system looks again
                 any((self._context.engine_dir / "outcomes").iterdir())
@@ -304,17 +295,6 @@ class SlurmEngine:
                 )
             else:
                 self._intake.add(replace(tracked.submission, delay_s=0.0))
-
-    def _with_who_cancelled(self, seen: dict[int, SlurmJob]) -> dict[int, SlurmJob]:
-        """Ask the accounting, which alone knows who cancelled a job that we did not."""
-        foreign = {
-            job.job_id
-            for tracked in self._tracked.values()
-            if not tracked.is_cancelled
-            and (job := seen.get(self._job_id(tracked) or 0)) is not None
-            and job.state == "CANCELLED"
-        }
-        return seen if not foreign else seen | who_cancelled(self._commands, seen, foreign)
 
     def _look(self, tracked: _Tracked, job: SlurmJob) -> None:
         """Update a submission from the state of its job in Slurm."""
@@ -346,21 +326,10 @@ class SlurmEngine:
         tracked.live.poll()
 
     def _look_for(self, missing: Sequence[_Tracked]) -> None:
-        """Learn what became of jobs that the controller of Slurm has forgotten."""
-        if not missing:
-            return
-        files = {id(t): find_record(self._files_of(t)) for t in missing}
-        unclear = [tracked for tracked in missing if files[id(tracked)] is None]
-        accounted: dict[int, SlurmJob] = {}
-        if unclear and self._now() - self._asked_account >= _ACCOUNT_S:
-            self._asked_account = self._now()
-            found = self._commands.accounted(sorted(self._ids(unclear)))
-            accounted = {job.job_id: job for job in found}
+        """End those whose jobs the controller of Slurm has forgotten, or wait for their records."""
         for tracked in missing:
-            job = accounted.get(self._job_id(tracked) or 0)
-            if job is not None and phase_of(job) is SubmissionPhase.ENDED:
-                self._look_at_end(tracked, job)
-            elif files[id(tracked)] is not None or not self._may_come(tracked, 1.0):
+            has_record = find_record(self._files_of(tracked)) is not None
+            if has_record or not self._may_come(tracked, 1.0):
                 self._end(tracked, None)
 
     def _look_at_end(self, tracked: _Tracked, job: SlurmJob) -> None:
@@ -385,34 +354,12 @@ class SlurmEngine:
         found = find_record(files)
         outcome = outcome_with(tracked.submission, found, job, self._context.facts, files.log)
         trouble = outcome.trouble
-        is_late = trouble is not None and trouble.kind is TroubleKind.TIMEOUT
-        if trouble is not None and is_late and self._settings.retries_timeout:
-            outcome = replace(outcome, trouble=replace(trouble, is_transient=True))
         if trouble is not None and tracked.is_cancelled:
             which = "" if job is None else f" (job {job.job_id})"
             outcome = replace(outcome, trouble=_cancelled(f"by this run{which}"))
-        elif trouble is not None and job is not None and self._is_meant(trouble, job):
-            outcome = replace(outcome, trouble=_for_good(trouble, job))
-        elif trouble is not None and trouble.kind in _MAYBE_OF_DISK and (why := self._no_room()):
-            here = replace(trouble, text=f"{trouble.text}; {why}", hosts=(), is_transient=False)
-            outcome = replace(outcome, trouble=replace(here, kind=TroubleKind.LOST))
+        elif trouble is not None and job is not None and job.state == "CANCELLED":
+            outcome = replace(outcome, trouble=replace(trouble, is_transient=False))
         self._finish(tracked, outcome)
-
-    def _no_room(self) -> str | None:
-        """Return why nothing can be written where jobs write, or None if it can."""
-        where = self._context.engine_dir
-        try:
-            with tempfile.TemporaryFile(dir=where) as file:
-                file.write(bytes(_ROOM))
-        except OSError as error:
-            return f"{where}: {error.strerror}; make room, or give another --run-dir"
-        return None
-
-    def _is_meant(self, trouble: EngineError, job: SlurmJob) -> bool:
-        """Return if a job's own user has cancelled it, as far as Slurm knows."""
-        is_cancelled = trouble.kind is TroubleKind.CANCELLED and job.state == "CANCELLED"
-        is_own = job.by_uid in (None, os.getuid())
-        return is_cancelled and is_own and not self._settings.retries_cancelled
 
     def _refuse(self, tracked: _Tracked, text: str) -> None:
         """End a submission that cannot run."""
@@ -450,13 +397,6 @@ def _cancelled(text: str) -> EngineError:
     return EngineError(kind=TroubleKind.CANCELLED, text=f"it was cancelled {text}")
 
 
-def _for_good(trouble: EngineError, job: SlurmJob) -> EngineError:
-    """Return an error after which no other attempt is wanted."""
-    who = "its own user did" if job.by_uid is not None else "no accounting says by whom"
-    text = f"{trouble.text}; {who}, so it is not submitted again (`retry_cancelled` is not set)"
-    return replace(trouble, text=text, is_transient=False)
-
-
 def open_slurm(context: EngineContext) -> SlurmEngine:
     """Return the engine of a run.
 
@@ -475,8 +415,6 @@ def open_slurm(context: EngineContext) -> SlurmEngine:
         SlurmSettings(
             interval_s=config.interval,
             max_jobs=config.max_jobs,
-            retries_cancelled=config.retry_cancelled,
-            retries_timeout=config.retry_timeout,
             checks=SlurmChecks(config, context, slurm.refusal),
         ),
         journal,

@@ -3,7 +3,7 @@
 A raw state only explains what is not in the job's own record: a job that failed and left a record
 is judged by that. What is read of a job's files, or removed, is at the end of the module.
 
-Sources: squeue(1), sacct(1), https://slurm.schedmd.com/job_state_codes.html and
+Sources: squeue(1), https://slurm.schedmd.com/job_state_codes.html and
 https://slurm.schedmd.com/job_reason_codes.html.
 """
 
@@ -47,7 +47,6 @@ _WIDTHS = {
 }
 _SIGN = "|"
 SQUEUE_FORMAT = ",".join(f"{name}:{width}{_SIGN}" for name, width in _WIDTHS.items())
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "Start", "NodeList", "JobName")
 _WAITING = frozenset(
     {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
     | {"SPECIAL_EXIT", "POWER_UP_NODE"}
@@ -73,7 +72,6 @@ _TROUBLES = {
 _ENDED = frozenset({"COMPLETED", "FAILED", *_TROUBLES})
 _ABSENT = frozenset({"", "(null)", "N/A", "NONE", "None", "None assigned", "Unknown", "UNLIMITED"})
 _MOST_SIGNAL = 0x7F  # larger ones are Slurm's own numbers; a killed job has that reason too
-_UID = re.compile(r"by (\d+)$")
 _HOST_PARTS = re.compile(r"(?:\[[^\]]*\]|[^,\[\]])+")
 _RANGES = re.compile(r"\[([^\]]*)\]")
 
@@ -90,7 +88,6 @@ class SlurmJob:
         exit_status: Exit status in the form of `waitpid`.
         start: When it started, or is expected to; None where that is unknown.
         nodes: Slurm's list of hosts, such as `node[1-2]`; "" where it never had any.
-        by_uid: The user who cancelled it, where Slurm knows.
     """
 
     job_id: int
@@ -101,7 +98,6 @@ class SlurmJob:
     start: datetime | None = None
     nodes: str = ""
     name: str = ""
-    by_uid: int | None = None
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -138,34 +134,6 @@ def _squeue_line(line: str) -> SlurmJob | None:
         nodes=fields["NodeList"],
         name=fields["Name"],
     )
-
-
-def parse_sacct(text: str) -> tuple[SlurmJob, ...]:
-    """Read what `sacct -X -P -D -n -o SACCT_FIELDS` printed: the last execution of each job.
-
-    With `-D` there is a line for each time that a job was put into the queue.
-    """
-    found: dict[int, SlurmJob] = {}
-    for line in text.splitlines():
-        fields = line.split("|")
-        if not fields[0].isdecimal() or len(fields) != len(SACCT_FIELDS):
-            continue
-        words = fields[1].split()
-        by = _UID.search(fields[1])
-        code, _, signal = fields[2].partition(":")
-        job = SlurmJob(
-            job_id=int(fields[0]),
-            state=words[0].rstrip("+").upper() if words else "",
-            exit_status=(_number(code) << 8) | _number(signal),
-            start=_time(fields[3]),
-            nodes=_present(fields[4]),
-            name=fields[5],
-            by_uid=None if by is None else int(by[1]),
-        )
-        earlier = found.get(job.job_id)
-        restarts = 0 if earlier is None else earlier.num_restarts + 1
-        found[job.job_id] = replace(job, num_restarts=restarts)
-    return tuple(found.values())
 
 
 def phase_of(job: SlurmJob) -> SubmissionPhase:
@@ -208,8 +176,7 @@ def trouble_of(job: SlurmJob, *, had_record: bool) -> EngineError | None:
         return EngineError(kind=TroubleKind.REQUEUED, text=_requeued(job))
     if job.state in _TROUBLES:
         kind, said = _TROUBLES[job.state]
-        who = "" if job.by_uid is None else f" by the user with the id {job.by_uid}"
-        text = f"job {job.job_id}{_where(job)} ended as {job.state}: {said}{who}"
+        text = f"job {job.job_id}{_where(job)} ended as {job.state}: {said}"
         return EngineError(kind=kind, text=text)
     if had_record:
         return None

@@ -10,17 +10,15 @@ import json
 import re
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from pytest_megatron.engines.slurm.journal import Batch, Journal
 from pytest_megatron.engines.slurm.states import (
-    SACCT_FIELDS,
     SQUEUE_FORMAT,
     JobFiles,
     SlurmJob,
-    parse_sacct,
     parse_squeue,
     phase_of,
     remove_spec,
@@ -89,9 +87,6 @@ class SlurmCommands(Protocol):
     def jobs(self) -> tuple[SlurmJob, ...]:
         """Return the user's jobs that the controller remembers, ended ones too: one query."""
 
-    def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
-        """Return what the accounting knows of jobs; nothing where there is none."""
-
     def cancel(self, ids: Sequence[int]) -> None:
         """End jobs; those that have ended do not matter."""
 
@@ -136,19 +131,6 @@ class RealSlurm:
         if done.returncode != 0:
             raise SlurmAwayError(_error_line(done))
         return parse_squeue(done.stdout)
-
-    def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
-        """Return what sacct knows of ended jobs."""
-        fields = ",".join(SACCT_FIELDS)
-        found: list[SlurmJob] = []
-        for some in _chunks([str(number) for number in ids]):
-            words = ["sacct", "-X", "-P", "-D", "-n", "-j", ",".join(some), "-o", fields]
-            try:
-                done = self._run(words)
-            except (SlurmAwayError, LaunchError):
-                return tuple(found)  # no accounting, or none that answers, is not trouble
-            found += parse_sacct(done.stdout)
-        return tuple(found)
 
     def cancel(self, ids: Sequence[int]) -> None:
         """Cancel jobs by scancel.
@@ -202,17 +184,6 @@ class RealSlurm:
         if done.returncode != 0 and _AWAY.search(done.stderr):
             raise SlurmAwayError(_error_line(done))
         return done
-
-
-def who_cancelled(
-    commands: SlurmCommands, seen: Mapping[int, SlurmJob], ids: Iterable[int]
-) -> dict[int, SlurmJob]:
-    """Return jobs of these that were cancelled by a user, as far as the accounting knows."""
-    return {
-        known.job_id: replace(seen[known.job_id], by_uid=known.by_uid)
-        for known in commands.accounted(sorted(ids))
-        if known.by_uid is not None and known.job_id in seen
-    }
 
 
 def _error_line(done: subprocess.CompletedProcess[str]) -> str:
@@ -310,16 +281,12 @@ class SlurmSettings:
         max_jobs: Most jobs of this run in the queue at a time; None is all.
         timers_s: How long a record may come after the job ended well in Slurm: shared
             file systems are late.
-        retries_cancelled: Whether a job that its own user cancelled is worth another attempt.
-        retries_timeout: Whether a job that Slurm ended for its time limit is worth another attempt.
         checks: Checks of a workload before it is submitted, or None.
     """
 
     interval_s: float = 10.0
     max_jobs: int | None = None
     timers_s: float = 60.0
-    retries_cancelled: bool = False
-    retries_timeout: bool = False
     checks: Checking | None = None
 
 

@@ -15,7 +15,6 @@ class PretendSlurm:
 
     Attributes:
         table: What squeue says.
-        accounts: What sacct says.
         submissions: The words of every sbatch.
         cancelled: The words of every scancel.
         num_queries: How often squeue was asked.
@@ -25,7 +24,6 @@ class PretendSlurm:
     """
 
     table: dict[int, SlurmJob] = field(default_factory=dict)
-    accounts: tuple[SlurmJob, ...] = ()
     submissions: list[list[str]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     num_queries: int = 0
@@ -51,9 +49,6 @@ class PretendSlurm:
         self.num_queries += 1
         self._require_answer()
         return tuple(self.table.values())
-
-    def accounted(self, ids: Sequence[int]) -> tuple[SlurmJob, ...]:
-        return tuple(job for job in self.accounts if job.job_id in ids)
 
     def cancel(self, ids: Sequence[int]) -> None:
         self.cancelled += ids

@@ -11,7 +11,6 @@ from pytest_megatron.engines.slurm.states import (
     SlurmJob,
     detail_of,
     expand_hosts,
-    parse_sacct,
     parse_squeue,
     phase_of,
     trouble_of,
@@ -55,28 +54,6 @@ def test_lines_of_squeue() -> None:
             nodes="node[1-2]",
             name="a|b",
         ),
-    )
-
-
-def test_lines_of_sacct_count_how_often_a_job_was_queued() -> None:
-    text = (
-        "41|NODE_FAIL|1:0|2026-11-21T09:00:00|node1|a\n"
-        "41|CANCELLED by 1007|0:15|2026-11-21T09:30:00|node2|a\n"
-        "42|OUT_OF_MEMORY+|0:125|Unknown|None assigned|b\n"
-        "sacct: error: something\n"
-    )
-    assert parse_sacct(text) == (
-        SlurmJob(
-            job_id=41,
-            state="CANCELLED",
-            num_restarts=1,
-            exit_status=15,
-            start=START,
-            nodes="node2",
-            name="a",
-            by_uid=1007,
-        ),
-        SlurmJob(job_id=42, state="OUT_OF_MEMORY", exit_status=125, name="b"),
     )
 
 

@@ -51,7 +51,6 @@ class End(Enum):
     TIME_LIMIT = "time limit"  # stopped by us
     HUNG_COLLECTIVE = "hung collective"  # stopped by us once a rank's watchdog said so
     NO_CHECKPOINT = "no checkpoint"  # by itself, without what is resumed from or compared
-    NOT_DONE = "not done"  # by itself, and the windows of a release were not enough
     SCRIPT = "script"  # the case's own script failed, before the training or after a clean one
     STOPPED = "stopped early"  # by us, since a loss is not finite
     NOT_EXITED = "not exited"  # stopped by us: it had done its work, and ranks did not exit

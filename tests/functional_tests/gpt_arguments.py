@@ -74,10 +74,6 @@ class Arguments:
     global_batch_size: int = flag(8, "samples per iteration, over all ranks")
     train_iters: int = flag(100, "iterations to train, counted from the first start")
     exit_interval: int | None = flag(None, "end after an iteration that this divides")
-    exit_duration_in_mins: int | None = flag(None, "end, saved, after so many minutes")
-    window_iters: int | None = flag(
-        None, "end, saved, after so many iterations of this start, as a time window ends"
-    )
     lr: float = flag(1e-3, "highest learning rate")
     min_lr: float = flag(0.0, "lowest learning rate")
     lr_decay_style: str = flag("linear", "how it falls", ("constant", "cosine", "linear"))

@@ -35,14 +35,11 @@ def train(arguments: Arguments, trained: Trained, device: torch.device, log: Run
     saved = done
     for chunk in trained.chunks:
         chunk.train()
-    window = Window(arguments, done)
     for iteration in range(done + 1, arguments.train_iters + 1):
         misbehave(fault, iteration, rank)
         log.tell(train_step(arguments, trained, device, iteration))
-        is_last = (
-            iteration == arguments.train_iters
-            or (arguments.exit_interval is not None and iteration % arguments.exit_interval == 0)
-            or window.is_over(iteration, device)
+        is_last = iteration == arguments.train_iters or (
+            arguments.exit_interval is not None and iteration % arguments.exit_interval == 0
         )
         is_due = arguments.save_interval is not None and iteration % arguments.save_interval == 0
         if arguments.save is not None and (is_due or is_last) and saved < iteration:
@@ -50,25 +47,6 @@ def train(arguments: Arguments, trained: Trained, device: torch.device, log: Run
             saved = iteration
         if is_last:
             break
-
-
-class Window:
-    """The time that one start of a long training has."""
-
-    def __init__(self, arguments: Arguments, done: int) -> None:
-        iters, minutes = arguments.window_iters, arguments.exit_duration_in_mins
-        self._last_iteration = None if iters is None else done + iters
-        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-
-    def is_over(self, iteration: int, device: torch.device) -> bool:
-        """Whether every rank must end here; called by every rank, whose clocks differ."""
-        if iteration == self._last_iteration:
-            return True
-        if self._deadline is None:
-            return False
-        is_late = torch.tensor(int(time.monotonic() >= self._deadline), device=device)
-        torch.distributed.all_reduce(is_late, torch.distributed.ReduceOp.MAX)
-        return bool(is_late)
 
 
 def train_step(

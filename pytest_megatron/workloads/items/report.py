@@ -316,19 +316,14 @@ def plan_text(job: WorkloadJob, plan: AttemptPlan, golden: Path | None) -> str:
         job.node_id,
         f"  golden: {golden if golden is not None else 'none'}",
         f"  ranks: {plan.world_size} on {job.workload.platform}",
-        f"  time limit: {plan.time_limit_s:g} s{' a window' if plan.target is not None else ''}",
+        f"  time limit: {plan.time_limit_s:g} s",
         f"  repeats: {job.num_repeats}, each with up to {job.retry.max_attempts} attempts",
         f"  directory: {plan.cwd}",
     ]
     if job.gradient_tolerance is not None:
         lines.append(f"  tolerance of gradients: {job.gradient_tolerance:.1e} of the norm")
-    for phase in plan.phases if plan.target is None else plan.phases[:1]:
+    for phase in plan.phases:
         lines += _phase_lines(redactor, phase)
-    if plan.target is not None:
-        lines.append(
-            f"  again from its checkpoint, in up to {counted(len(plan.phases), 'window')}, "
-            f"until iteration {plan.target.iteration} is saved"
-        )
     if plan.script is not None:
         lines += [f"  | {line}" for line in redactor.text(plan.script).splitlines()]
     return "\n".join(lines)

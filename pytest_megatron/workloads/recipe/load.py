@@ -76,7 +76,6 @@ class RecipeSpec(RowSettings):
     scope: NotRequired[str | None]
     tag: NotRequired[str | None]
     test_case: NotRequired[str | None]
-    max_windows: NotRequired[Annotated[Positive | None, About("Windows that a release may take.")]]
     script: NotRequired[
         Annotated[
             str | None, About("Template of a bash script; a call of Megatron-LM's driver is read.")
@@ -108,7 +107,6 @@ class RecipeProduct(TypedDict, total=False):
     model: Texts
     n_repeat: Numbers
     time_limit: Numbers
-    max_windows: Numbers
     nodes: Annotated[tuple[Positive, ...], MinLen(1)]
     gpus: Annotated[tuple[Count, ...], MinLen(1)]
     allow_failure: tuple[bool, ...]

@@ -160,7 +160,6 @@ class Workload:
         gpus: GPUs per node; 0 for a row without any.
         n_repeat: How often the recipe wants it run; None leaves that to the caller.
         time_limit_s: Seconds; None leaves that to the caller.
-        max_windows: How many windows a release may take; None leaves that to the caller.
         script: Template of a bash script, None where we launch `training_script_path` ourselves.
         name: The recipe's name template, filled in.
         variant: Distinguishes the row from others of its file with the same test case,
@@ -191,7 +190,6 @@ class Workload:
     gpus: int
     n_repeat: int | None
     time_limit_s: int | None
-    max_windows: int | None
     script: str | None
     training_script_path: str | None
     data_path: str | None
@@ -314,8 +312,9 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         RecipeError: A key is missing or has a value of the wrong type.
     """
     keys, cadence = _Keys(f"{file}:{row.line}", row.spec), row.spec["cadence"]
-    if row.spec.get("equivalent_to") is not None:
-        raise keys.error("equivalent_to was removed; write pytest-megatron trace compare ROW ROW")
+    for key, instead in _FORMER.items():
+        if row.spec.get(key) is not None:
+            raise keys.error(f"{key} was removed; {instead}")
     return Workload(
         file=file,
         line=row.line,
@@ -331,7 +330,6 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         gpus=keys.number("gpus") or 0,
         n_repeat=keys.number("n_repeat"),
         time_limit_s=keys.number("time_limit"),
-        max_windows=keys.number("max_windows"),
         max_attempts=keys.positive("max_attempts"),
         transient=keys.words("transient"),
         never_transient=keys.words("never_transient"),
@@ -346,6 +344,12 @@ def parse_row(row: Row, *, file: Path, variant: tuple[str, ...]) -> Workload:
         variant=variant,
         own_case=row.case,
     )
+
+
+_FORMER = {
+    "equivalent_to": "write pytest-megatron trace compare ROW ROW",
+    "max_windows": "a release is one start; give it the time_limit that all of it takes",
+}
 
 
 class _Keys:

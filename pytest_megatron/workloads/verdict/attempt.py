@@ -51,12 +51,10 @@ from pytest_megatron.workloads.golden.model import (
     is_finite,
     is_loss,
     refuse_disagreements,
-    series_of,
     with_one_loss_name,
 )
 from pytest_megatron.workloads.golden.store import read_metrics
 from pytest_megatron.workloads.recipe.case import Evaluation, Launcher, WorkloadCase
-from pytest_megatron.workloads.training.plan.phases import Target
 from pytest_megatron.workloads.training.run.runner import PhaseEnd, tail, traceback_at
 
 _PROGRAM = "the program"
@@ -239,7 +237,6 @@ class Attempt(SubmissionOutcome):
         repeat: Counted from 1, as `number` is.
         metrics: What each phase measured; fewer than phases where one failed.
         cause: None if it trained as it should.
-        is_in_windows: Whether the phases are the windows of one training, a release's.
         generation: What an inference program generated, which measures no series.
         gradients: For each phase but the first of a checkpoint-consistency, its name and how its
             gradients compare with those of the first.
@@ -251,7 +248,6 @@ class Attempt(SubmissionOutcome):
     dirs: AttemptDirs
     metrics: tuple[MetricMap, ...]
     cause: FailureCause | None
-    is_in_windows: bool = False
     generation: Generation | None = None
     gradients: tuple[tuple[str, tuple[Comparison, ...]], ...] = ()
     stopped: str | None = None
@@ -280,15 +276,15 @@ class Attempt(SubmissionOutcome):
 
     @property
     def whole(self) -> MetricMap:
-        """Metrics that are compared with a golden: of the first phase, or all windows in one."""
-        return join_windows(self.metrics) if self.is_in_windows else self.metrics[0]
+        """Metrics that are compared with a golden: of the first phase."""
+        return self.metrics[0]
 
     @property
     def whole_path(self) -> Path:
         """The file with `whole`, or with what was generated."""
         if self.generation is not None:
             return self.dirs.phase(1).generated
-        return self.dirs.metrics if self.is_in_windows else self.dirs.phase(1).metrics
+        return self.dirs.phase(1).metrics
 
     @property
     def duration_s(self) -> float:
@@ -322,7 +318,6 @@ def judge_metrics(
     *,
     names: Sequence[str] | None,
     is_over: bool = True,
-    target: Target | None = None,
     is_rl: bool = False,
     table: Table | None = None,
 ) -> tuple[tuple[MetricMap, ...], FailureCause | None]:
@@ -332,12 +327,10 @@ def judge_metrics(
         ends: The phases in order.
         names: What must have been measured; None for a script that judges itself.
         is_over: Whether the last of them trained to its end.
-        target: Where a release ends; its windows are then parts of one training.
         is_rl: Whether the loss may stand under another name.
         table: The signatures; None takes those of the package.
     """
     measured: list[MetricMap] = []
-    resumes_after = None
     trained = ends if is_over else ends[:-1]
     for end in () if names is None else trained:
         if not names:  # of a few steps there may be nothing
@@ -359,15 +352,12 @@ def judge_metrics(
             )
         measured.append(metrics)
         last = end.plan.last_iteration
-        if target is not None and end is ends[-1]:
-            metrics, last = join_windows(measured), target.iteration
         problem = find_problem(metrics, names, last, left) or _not_resumed(
             measured[-1],
             names,
-            end.plan.resumes_after or resumes_after,
+            end.plan.resumes_after,
             is_own=end.plan.origin is not None and end.plan.origin.is_own,
         )
-        resumes_after = end.saved
         if problem:
             text = make_headline("", problem, when=_phase(end))
             see = str(end.plan.dirs.launcher_log)
@@ -385,22 +375,6 @@ def _measured_so_far(end: PhaseEnd, *, is_rl: bool) -> MetricMap | None:
     with contextlib.suppress(MetricsError):
         return measured_in(end.plan.dirs, is_rl=is_rl)
     return None
-
-
-def join_windows(windows: Sequence[MetricMap]) -> MetricMap:
-    """Return the metrics of windows as those of one training.
-
-    Where a window went on beyond its last checkpoint, the next one trained those steps again;
-    its values count, since the training went on from them.
-    """
-    if len(windows) == 1:
-        return windows[0]
-    joined: dict[str, dict[int, Value]] = {}
-    for window in windows:
-        for name, series in window.items():
-            joined.setdefault(name, {}).update(series.items())
-    is_full = all(series.is_full_precision for window in windows for series in window.values())
-    return {name: series_of(values, is_full_precision=is_full) for name, values in joined.items()}
 
 
 def measured_in(dirs: PhaseDirs, *, is_rl: bool, names: Sequence[str] = ()) -> MetricMap:
@@ -529,7 +503,7 @@ def why_it_failed(end: PhaseEnd, time_limit_s: float, table: Table | None = None
     dirs = end.plan.dirs
     when = ", ".join(filter(None, (_when(end), _phase(end))))
     match end.end:
-        case End.NO_CHECKPOINT | End.NOT_DONE:
+        case End.NO_CHECKPOINT:
             what = f"ended with exit code 0, but {end.problem}"
             return FailureCause(text=make_headline("the training", what, when=_phase(end)))
         case End.STOPPED:

@@ -261,7 +261,6 @@ def _judged(
         dirs=plan.dirs,
         metrics=(),
         cause=None,
-        is_in_windows=plan.target is not None,
         **known,
     )
     if outcome.trouble is not None:
@@ -298,15 +297,12 @@ def judge_files(job: WorkloadJob, plan: AttemptPlan, attempt: Attempt) -> Attemp
         attempt.ends,
         names=job.required_metrics,
         is_over=is_over,
-        target=plan.target,
         is_rl=mode is CaseMode.RL,
         table=job.table,
     )
     for end, measured in zip(attempt.ends, metrics, strict=False):
         write_metrics(end.plan.dirs.metrics, measured)
     attempt = replace(attempt, metrics=metrics)
-    if attempt.is_in_windows and metrics:
-        write_metrics(attempt.whole_path, attempt.whole)
     if is_over and cause is None and job.gradient_tolerance is not None:
         try:
             attempt = replace(attempt, gradients=_gradients(job, attempt, job.gradient_tolerance))

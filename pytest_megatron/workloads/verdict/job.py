@@ -350,15 +350,14 @@ def _plan(
 
 
 def _needs(workload: Workload, plan: AttemptPlan) -> Resources:
-    """Return the resources of an attempt; a release may take every window it has."""
+    """Return the resources of an attempt."""
     segment = workload.spec.get("segment")
-    num_limits = 1 if plan.target is None else len(plan.phases)
     return Resources(
         platform=workload.platform,
         num_nodes=workload.nodes,
         gpus_per_node=0 if workload.platform == CPU_PLATFORM else workload.gpus,
         ranks_per_node=workload.gpus,
-        time_limit_s=plan.time_limit_s * num_limits,
+        time_limit_s=plan.time_limit_s,
         segment=segment if isinstance(segment, int) else None,
     )
 
@@ -396,7 +395,6 @@ def describe_plan(
         nodes=job.workload.nodes,
         platform=job.workload.platform,
         time_limit_s=plan.time_limit_s,
-        until_iteration=None if plan.target is None else plan.target.iteration,
         gradient_tolerance=job.gradient_tolerance,
         seed=None if case is None else case.argument("--seed"),
         is_lightweight=job.setting.is_lightweight,

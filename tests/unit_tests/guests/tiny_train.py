@@ -266,8 +266,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--train-iters", type=int, required=True)
     parser.add_argument("--exit-interval", type=int)
-    parser.add_argument("--exit-duration-in-mins", type=int)
-    parser.add_argument("--window-iters", type=int)
     parser.add_argument("--save", type=Path)
     parser.add_argument("--load", type=Path)
     parser.add_argument("--save-interval", type=int)
@@ -299,8 +297,6 @@ def main() -> None:
                 write_metrics(args.tensorboard_dir, iteration, values)
             if args.save and args.save_interval and iteration % args.save_interval == 0:
                 save(args.save, iteration)
-        if args.window_iters and iteration == start + args.window_iters:
-            break
         if args.exit_interval and iteration % args.exit_interval == 0:
             break
     faults.misbehave_at_the_end()

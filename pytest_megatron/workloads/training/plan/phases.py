@@ -45,10 +45,7 @@ from pytest_megatron.workloads.recipe.model import Workload
 _SIZES = (TP, PP, CP, EP, ETP)
 TRACKER = "latest_checkpointed_iteration.txt"
 DEFAULT_TIME_LIMIT_S = 1800
-DEFAULT_WINDOWS = 10
-_WINDOW_END_MINUTES = 15  # what a window keeps free for saving and for its end
 _NEMO_STEPS, _BRIDGE_ITERS = "trainer.max_steps", "train.train_iters"
-_EXIT_DURATION = "--exit-duration-in-mins"
 
 _REFERENCE = re.compile(
     r"\$(?:\{(?P<braced>[A-Za-z_]\w*)(?::-(?P<default>[^{}]*))?\}|(?P<bare>[A-Za-z_]\w*))"
@@ -79,25 +76,12 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """Iteration at which a training of several windows is done.
-
-    Attributes:
-        checkpoints: Where every window saves and the next one loads.
-        iteration: The last one; a checkpoint of it ends the training.
-    """
-
-    checkpoints: Path
-    iteration: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseStart:
     """One start of the training program.
 
     Attributes:
         number: Counted from 1.
-        name: Name in messages: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: Name in messages: `phase 2`, `MODEL_ARGS_4`.
         variant: Whose environment it has.
         arguments: Arguments to pass, before variables are filled in.
         load: What `${CHECKPOINT_LOAD_PATH}` stands for.
@@ -126,7 +110,7 @@ def starts_of(
     """Return every start of the program that one attempt of a case has, in order.
 
     Args:
-        workload: Says where a frozen checkpoint is, and how many windows a release may take.
+        workload: Says where a frozen checkpoint is.
         case: Says which test type it is.
         dirs: Directories of the attempt.
         root: The project's; a frozen checkpoint's path is relative to it.
@@ -152,7 +136,7 @@ def starts_of(
                 maker.consistent(number, variant) for number, variant in enumerate(case.variants, 1)
             )
         case TestType.RELEASE:
-            return maker.windows()
+            return (maker.released(),)
     assert_never(case.test_type)
 
 
@@ -173,27 +157,6 @@ def find_command(workload: Workload) -> str | None:
         what = f"{program[kind == 'module']!r} is a {kind}"
         return f"{what}, expected a Python program in training_script_path"
     return None
-
-
-def target_of(
-    case: WorkloadCase, starts: Sequence[PhaseStart], *, is_lightweight: bool
-) -> Target | None:
-    """Return when a release is done; None for every other test type."""
-    if case.test_type is not TestType.RELEASE:
-        return None
-    last = LIGHTWEIGHT_ITERS if is_lightweight else case.exit_interval or case.train_iters
-    return Target(checkpoints=starts[0].save, iteration=last)
-
-
-def exit_minutes(window_s: float) -> int:
-    """Return after how many minutes a program must exit to stay within its window.
-
-    Source: Megatron-LM tests/functional_tests/shell_test_utils/_run_training.sh, d98e8a64dd.
-    """
-    minutes = int(window_s // 60)
-    if minutes > _WINDOW_END_MINUTES:
-        return minutes - _WINDOW_END_MINUTES
-    return max(1, minutes * 4 // 5)
 
 
 # Megatron-LM's programs, with whatever arguments. Source: its recipes, d98e8a64dd.
@@ -327,28 +290,13 @@ class _Maker:
         start = self._start(number, variant, load=None, save=save)
         return replace(start, name=variant.key, saves=save)
 
-    def windows(self) -> tuple[PhaseStart, ...]:
-        """Return every window that a release may take; each goes on where the last one saved."""
-        saved = self._dirs.checkpoints
-        variant = self._case.variant(1)
-        arguments = self._arguments(variant)[0] if self._is_lightweight else variant.arguments
-        is_taken = takes_exit_interval(self._workload, arguments)
-        if is_taken and not any(a.name == _EXIT_DURATION for a in arguments):
-            minutes = exit_minutes(self._workload.time_limit_s or DEFAULT_TIME_LIMIT_S)
-            arguments = with_argument(arguments, _EXIT_DURATION, str(minutes))
-        number_of = 1 if self._is_lightweight else self._workload.max_windows or DEFAULT_WINDOWS
-        return tuple(
-            PhaseStart(
-                number=number,
-                name=f"window {number}",
-                variant=variant,
-                arguments=arguments,
-                load=(self._load if number == 1 else None) or str(saved),
-                save=saved,
-                last_iteration=None,
-            )
-            for number in range(1, number_of + 1)
-        )
+    def released(self) -> PhaseStart:
+        """Return the start of a release: no argument of it is changed."""
+        start, case = self.plain(), self._case
+        if self._is_lightweight:
+            return start
+        last = case.exit_interval or case.train_iters
+        return replace(start, arguments=case.variant(1).arguments, last_iteration=last)
 
     def frozen_path(self) -> str:
         """Return the directory of the frozen checkpoint.

@@ -46,7 +46,6 @@ from pytest_megatron.workloads.training.plan.phases import (
     DEFAULT_TIME_LIMIT_S,
     Origin,
     PhaseStart,
-    Target,
     command_words,
     find_untraceable,
     references,
@@ -55,7 +54,6 @@ from pytest_megatron.workloads.training.plan.phases import (
     require_program,
     starts_of,
     substitute,
-    target_of,
     with_words,
 )
 
@@ -358,7 +356,7 @@ class PhasePlan:
 
     Attributes:
         number: Counted from 1.
-        name: Name in messages: `phase 2`, `window 3`, `MODEL_ARGS_4`.
+        name: Name in messages: `phase 2`, `MODEL_ARGS_4`.
         argv: Program and arguments; no shell comes between.
         env: The whole environment.
         own_env: The part of it that comes from us or from the case, for people to read.
@@ -407,11 +405,10 @@ class AttemptPlan:
     """Everything of one attempt.
 
     Attributes:
-        phases: In order; of a release, every window that it may take.
+        phases: In order.
         cwd: Working directory of every phase: the project's root.
         world_size: The most ranks that a phase has.
-        time_limit_s: For all phases together; of a release, for each window.
-        target: When the windows of a release are enough; None for every other test type.
+        time_limit_s: For all phases together.
         script: Text to be put into the file that the only phase runs, or None.
     """
 
@@ -420,7 +417,6 @@ class AttemptPlan:
     cwd: Path
     world_size: int
     time_limit_s: float
-    target: Target | None = None
     script: str | None = None
 
 
@@ -486,7 +482,6 @@ def plan_attempt(
         cwd=_directory(workload, setting),
         world_size=max(phase.world_size for phase in phases),
         time_limit_s=_time_limit_s(workload),
-        target=target_of(case, starts, is_lightweight=is_light),
     )
 
 
@@ -859,7 +854,7 @@ class Replay:
                 f"is {self.phase}, and {node_id} has {counted(len(plan.phases), 'phase')}; "
                 f"expected 1 to {len(plan.phases)}",
             )
-        return replace(plan, phases=chosen, target=None)
+        return replace(plan, phases=chosen)
 
 
 def _number(env: Mapping[str, str], name: str) -> int | None:

@@ -17,7 +17,6 @@ from pytest_megatron.base.files import (
     write_json_atomically,
     write_text_atomically,
 )
-from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, LaunchError, MetricsError
 from pytest_megatron.process.guarded import (
     CommandEnd,
@@ -41,11 +40,9 @@ from pytest_megatron.workloads.golden.model import is_loss
 from pytest_megatron.workloads.recipe.case import ExitPolicy
 from pytest_megatron.workloads.recipe.metrics import READY, MetricFormat, MetricSource
 from pytest_megatron.workloads.training.plan.phases import (
-    Target,
     find_no_checkpoint,
     find_not_saved,
     lay_out,
-    saved_iteration,
 )
 from pytest_megatron.workloads.training.plan.plan import FLIGHT_VARIABLE, AttemptPlan, PhasePlan
 
@@ -408,10 +405,9 @@ class PhaseEnd:
         num_left: Processes that outlived the launcher and were killed.
         hung_rank: The rank whose watchdog reported, where `end` is HUNG_COLLECTIVE.
         progress: The last iteration that was printed, or None.
-        problem: The missing checkpoint, where `end` is NO_CHECKPOINT or NOT_DONE; the loss that is
-            not finite, where it is STOPPED.
+        problem: The missing checkpoint, where `end` is NO_CHECKPOINT; the loss that is not
+            finite, where it is STOPPED.
         script: The script that failed, where `end` is SCRIPT.
-        saved: The iteration that can be resumed from afterwards, where that was looked at.
         waiting: The ranks that had not exited, where `end` is NOT_EXITED.
         quiet_s: Seconds in which nothing was logged before it was stopped.
         outlived: Logs behind whose last traceback their rank went on until it was stopped.
@@ -426,7 +422,6 @@ class PhaseEnd:
     progress: Progress | None = None
     problem: str | None = None
     script: ScriptEnd | None = None
-    saved: int | None = None
     waiting: tuple[int, ...] = ()
     quiet_s: float = 0.0
     outlived: tuple[str, ...] = ()
@@ -480,12 +475,10 @@ def run_attempt(
             ends[-1] = replace(ends[-1], end=End.NO_CHECKPOINT, problem=problem)
             break
         _prepare(plan, phase)
-        if plan.target is not None:
-            deadline = time.monotonic() + plan.time_limit_s
         end = _run_phase(plan, phase, listener, deadline, start, _LossWatch(losses))
-        ends.append(_look_at_checkpoints(end, ends, plan))
+        ends.append(_look_at_checkpoint(end))
         settle_logs(phase.dirs, phase.world_size // phase.num_nodes)
-        if not ends[-1].is_clean or _is_reached(plan.target, ends[-1]):
+        if not ends[-1].is_clean:
             break
         is_last = phase is plan.phases[-1]
         if losses is not None and not is_last and (problem := losses(ends[-1])) is not None:
@@ -494,37 +487,13 @@ def run_attempt(
     return tuple(ends)
 
 
-def _look_at_checkpoints(end: PhaseEnd, before: Sequence[PhaseEnd], plan: AttemptPlan) -> PhaseEnd:
-    """Return how a phase ended once it is known what it saved."""
-    if not end.is_clean:
+def _look_at_checkpoint(end: PhaseEnd) -> PhaseEnd:
+    """Return how a phase ended once it is known whether it saved what is compared."""
+    saves, last = end.plan.saves, end.plan.last_iteration
+    if not end.is_clean or saves is None or last is None:
         return end
-    saves, last, target = end.plan.saves, end.plan.last_iteration, plan.target
-    if saves is not None and last is not None and (problem := find_not_saved(saves, last)):
-        return replace(end, end=End.NO_CHECKPOINT, problem=problem)
-    if target is None:
-        return end
-    saved = saved_iteration(target.checkpoints)
-    end = replace(end, saved=saved)
-    was_at = before[-1].saved or 0 if before else 0
-    num_left = max(phase.number for phase in plan.phases) - end.plan.number
-    if saved is None:
-        problem = f"{target.checkpoints} has no checkpoint for the next window to resume from"
-    elif saved >= target.iteration:
-        return end
-    elif saved <= was_at:
-        problem = f"{end.plan.name} got no further than the one before: iteration {saved}"
-    elif not num_left:
-        windows = counted(end.plan.number, "window")
-        are = "is" if end.plan.number == 1 else "are"
-        problem = f"{windows} {are} over, which is all that max_windows allows"
-    else:
-        return end
-    problem += f"; at iteration {saved or 0} of {target.iteration}"
-    return replace(end, end=End.NOT_DONE, problem=problem)
-
-
-def _is_reached(target: Target | None, end: PhaseEnd) -> bool:
-    return target is not None and end.saved is not None and end.saved >= target.iteration
+    problem = find_not_saved(saves, last)
+    return end if problem is None else replace(end, end=End.NO_CHECKPOINT, problem=problem)
 
 
 def settle_logs(dirs: PhaseDirs, ranks_per_node: int = 1) -> None:

@@ -50,7 +50,6 @@ def test_a_row_is_parsed_once_into_typed_fields() -> None:
         gpus=4,
         n_repeat=2,
         time_limit_s=3600,
-        max_windows=None,
         script="run {assets_dir} ${{HOME}} {test_case}",
         training_script_path=None,
         data_path=None,

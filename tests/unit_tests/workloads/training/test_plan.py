@@ -15,8 +15,6 @@ from pytest_megatron.workloads.recipe.case import read_case
 from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.training.plan.phases import (
     Origin,
-    Target,
-    exit_minutes,
     find_untraceable,
 )
 from pytest_megatron.workloads.training.plan.plan import (
@@ -394,24 +392,10 @@ def test_a_second_phase_has_arguments_of_its_own(tmp_path: Path) -> None:
 RELEASE = "TEST_TYPE: release\nMODEL_ARGS: {--exit-interval: 51000}\n"
 
 
-def test_a_release_is_done_at_its_exit_interval_in_as_many_windows_as_the_row_allows(
-    tmp_path: Path,
-) -> None:
-    planned = plan(tmp_path, RELEASE, workload(max_windows=3, time_limit=14400))
-    assert planned.target == Target(checkpoints=DIRS.checkpoints, iteration=51000)
-    assert [phase.name for phase in planned.phases] == ["window 1", "window 2", "window 3"]
-    assert {phase.env["CHECKPOINT_LOAD_PATH"] for phase in planned.phases} == {
-        str(DIRS.checkpoints)
-    }
-    words = ("--exit-interval", "51000", "--exit-duration-in-mins", "225")
-    assert planned.phases[0].argv[-4:] == words
-
-
-@pytest.mark.parametrize(
-    ("window_s", "minutes"), [(14400, 225), (960, 1), (900, 12), (300, 4), (30, 1)]
-)
-def test_a_program_ends_before_its_window_does(window_s: float, minutes: int) -> None:
-    assert exit_minutes(window_s) == minutes
+def test_a_release_is_one_start_up_to_its_exit_interval(tmp_path: Path) -> None:
+    (phase,) = plan(tmp_path, RELEASE, workload()).phases
+    assert phase.last_iteration == 51000
+    assert phase.argv[-2:] == ("--exit-interval", "51000")
 
 
 def test_a_replay_has_one_phase_on_the_ranks_that_were_asked_for(tmp_path: Path) -> None:

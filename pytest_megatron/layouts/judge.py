@@ -702,11 +702,10 @@ def _cycle(
     alive = {rank: record for rank, record in records.items() if record.end not in _BROKEN}
     chain = Simulation(alive, names).run() if alive else []
     if chain:
-        ring = [*chain, replace(chain[0])] if chain[-1].for_rank == chain[0].rank else chain
         yield RecordedFault(
             kind="cycle",
             ranks=tuple(blocked.rank for blocked in chain),
-            text="ranks wait for one another: " + "; ".join(map(_waits, ring[: len(chain)])),
+            text="ranks wait for one another: " + "; ".join(map(_waits, chain)),
             lines=tuple((blocked.rank, blocked.call.line) for blocked in chain),
         )
 

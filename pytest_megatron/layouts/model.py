@@ -8,10 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import TypedDict
 
 from pytest_megatron.base.files import write_text_atomically
-from pytest_megatron.base.schema import validate
+from pytest_megatron.base.schema import parse
 from pytest_megatron.base.text import grouped
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.record import RankMemory
@@ -63,17 +62,7 @@ class Settings:
 
     def to_json(self) -> str:
         """Return the settings as an argument."""
-        return json.dumps({**asdict(self), "directory": str(self.directory)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Settings:
-        """Read settings from the JSON of an argument."""
-        found = json.loads(text)
-        ranks = found.pop("ranks")
-        return cls(
-            **{**found, "directory": Path(found["directory"])},
-            ranks=None if ranks is None else tuple(ranks),
-        )
+        return json.dumps(asdict(self), default=str)
 
 
 def read_ranks(text: str) -> int | tuple[int, ...] | None:
@@ -156,17 +145,6 @@ class Call:
         return sum(map(math.prod, self.shapes))
 
 
-class CallOptions(TypedDict, total=False):
-    """What only some kinds of calls have."""
-
-    reduction: str
-    root: int | None
-    peer: int | None
-    tag: int
-    sent: list[int]
-    received: list[int]
-
-
 @dataclass(slots=True)
 class RankRecord:
     """All that one rank did.
@@ -206,7 +184,7 @@ def write_record(path: Path, record: RankRecord) -> None:
 
 def read_record(path: Path) -> RankRecord:
     """Read the file of a rank."""
-    return validate(RankRecord, json.loads(path.read_text()))
+    return parse(RankRecord, path.read_text())
 
 
 _WHOLE_PIPELINE = 8  # stages; of longer ones, the ends and the middle

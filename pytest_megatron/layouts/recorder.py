@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from pytest_megatron.layouts.model import (
     Call,
-    CallOptions,
     MadeGroup,
     RankRecord,
     Settings,
@@ -296,7 +295,7 @@ class RankRecorder:
         name: str,
         kind: str,
         tensors: Sequence[torch.Tensor],
-        **more: Unpack[CallOptions],
+        **more: Any,
     ) -> Callable[[], None]:
         """Note a call of a group by its name; returns what notes that the program waits for it."""
         index = self._counts[name] = self._counts.get(name, -1) + 1

@@ -58,7 +58,10 @@ def _notes(layout: RecordedLayout) -> Iterator[str]:
     """Yield what was not shown or not compared."""
     if len(layout.ranks) > _MOST_SHOWN:
         yield f"and {len(layout.ranks) - _MOST_SHOWN} more ranks"
-    yield f"{counted(layout.num_compared, 'call')} compared with those of another rank"
+    yield (
+        f"{len(layout.ranks)} of {counted(layout.world_size, 'rank')} run, "
+        f"{counted(layout.num_compared, 'call')} compared with those of another rank"
+    )
     yield from (f"not compared: {text}" for text in layout.left_out)
 
 

@@ -20,6 +20,7 @@ import traceback
 from dataclasses import replace
 from pathlib import Path
 
+from pytest_megatron.base.schema import parse
 from pytest_megatron.layouts.model import Settings, choose, kinds_of, read_record
 from pytest_megatron.layouts.named import named_ranks
 from pytest_megatron.process.tree import large_imports
@@ -30,7 +31,7 @@ _UNPICKLES = "_tensor_to_object"  # of torch.distributed: an object that a rank 
 
 def main() -> None:
     """Run one rank, choose the others by its groups, and run those."""
-    settings, argv = Settings.from_json(sys.argv[1]), sys.argv[2:]
+    settings, argv = parse(Settings, sys.argv[1]), sys.argv[2:]
     (settings.directory / "mail").mkdir(parents=True, exist_ok=True)
     with large_imports():
         import torch  # noqa: F401 - each rank has it without importing it again

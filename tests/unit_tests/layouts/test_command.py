@@ -87,7 +87,7 @@ def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -
     assert (record["world_size"], record["faults"]) == (8, [])
     (page,) = [p for p in run.directory.glob("*/curves.html") if "size" in p.parent.name]
     text = page.read_text()
-    assert text.index("differs in size") < text.index("3 of 8 ranks run") < text.index("<svg")
+    assert text.index("differs in size") < text.index("3 of 8 ranks run")
     assert not (tmp_path / ".pytest_megatron" / "history.jsonl").exists()
 
 

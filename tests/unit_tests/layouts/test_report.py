@@ -26,5 +26,5 @@ def test_ranks_have_memory_and_bytes_of_groups() -> None:
     assert "2.0 KiB  ############  1.0 KiB" in text
     assert "2: 1.5 KiB, 8: 10 B" in text
     assert "&lt;cut&gt;" in text
-    assert "7 calls compared" in text
+    assert "2 of 8 ranks run, 7 calls compared" in text
     assert "not compared: 2 calls" in text

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_megatron.base.schema import parse
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.layouts.model import Settings
 
@@ -26,7 +27,7 @@ def test_a_choice_is_all_how_many_or_which(
 ) -> None:
     chosen = FOUR.choose(text)
     assert (chosen.ranks, chosen.count) == (ranks, count)
-    assert Settings.from_json(chosen.to_json()) == chosen
+    assert parse(Settings, chosen.to_json()) == chosen
 
 
 @pytest.mark.parametrize("text", ["abc", "0", "1;2", "", "-1", "1,,2", ","])

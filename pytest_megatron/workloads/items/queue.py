@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from _pytest.skipping import evaluate_skip_marks
 
-from pytest_megatron.base.text import counted, rough_time
+from pytest_megatron.base.text import counted
 from pytest_megatron.runs.history import typical_durations
 from pytest_megatron.session.options import LOCAL, has_workers, usage_errors
 from pytest_megatron.session.run_file import run_file_of
@@ -69,7 +69,6 @@ def close_engine(session: RunSession) -> None:
         engine.close()
 
 
-_LEAST_SHARE = 0.05  # below it, what is left is a guess
 _EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
 _MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
 
@@ -78,10 +77,8 @@ class QueueTerminal:
     """Shows the state of the queue below pytest's own output."""
 
     def __init__(self, config: pytest.Config, engine: str) -> None:
-        """Begin to count the time that is left from now on."""
         self._config = config
         self._engine = engine
-        self._started = time.monotonic()
         self._counts: tuple[int, ...] = ()
         self._detail = ""
         self._printed_at = float("-inf")
@@ -113,7 +110,7 @@ class QueueTerminal:
         if reporter is None:
             return
         now = time.monotonic()
-        rows = [queue_text(self._engine, progress, now - self._started)]
+        rows = [queue_text(self._engine, progress)]
         texts = [f"  {text}" for text in self._progress.values()]
         rows += texts[:_MOST_SHOWN]
         if len(texts) > _MOST_SHOWN:
@@ -328,14 +325,8 @@ def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> boo
     return since_s >= limit_s
 
 
-def queue_text(engine: str, progress: QueueProgress, elapsed_s: float) -> str:
-    """Describe the queue: how many ended, run and wait.
-
-    Args:
-        engine: Name of the engine.
-        progress: How far it is.
-        elapsed_s: Since the workloads were submitted.
-    """
+def queue_text(engine: str, progress: QueueProgress) -> str:
+    """Describe the queue of an engine: how many ended, run and wait."""
     counts = [
         f"{progress.num_ended} of {progress.num_works} ended",
         f"{progress.num_running} running",
@@ -346,7 +337,4 @@ def queue_text(engine: str, progress: QueueProgress, elapsed_s: float) -> str:
     parts = [", ".join(counts)]
     if progress.detail:
         parts.append(progress.detail)
-    share = progress.share_done
-    if share is not None and _LEAST_SHARE <= share < 1:
-        parts.append(f"about {rough_time(elapsed_s * (1 - share) / share)} left")
     return f"{engine}: {'; '.join(parts)}"

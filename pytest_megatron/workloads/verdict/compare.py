@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.errors import CaseError, GoldenError
@@ -99,7 +99,14 @@ def compare_in_mode(
 
         rules = RlRules(policy=policy, start=int(start), not_timed=not_timed)
         return compare_rl(golden, observed, metrics, rules)
-    return _compare_training(case, golden, observed, metrics, policy, surroundings)
+    return compare(
+        golden,
+        observed,
+        metrics=(*metrics, *norms_judged(case, golden.metrics, metrics, policy)),
+        policy=policy,
+        nondeterministic=case.is_nondeterministic,
+        surroundings=surroundings,
+    )
 
 
 def norms_judged(
@@ -109,55 +116,10 @@ def norms_judged(
 
     They are where the case has no METRICS, or a policy file has `judged: true` for them.
     """
-    return tuple(
-        norm
-        for norm in _norms_beside(golden, metrics, policy)
-        if case.metrics is None or policy.settings(norm).get("judged") is True
-    )
-
-
-def _norms_beside(
-    golden: MetricMap, metrics: Sequence[str], policy: ComparisonPolicy
-) -> tuple[str, ...]:
-    """Return the norms that are judged beside the metrics."""
     if not policy.is_strict:
         return ()
-    return tuple(n for n in NORMS if n in golden and n not in metrics and policy.is_judged(n))
-
-
-def _compare_training(
-    case: WorkloadCase,
-    golden: Golden,
-    observed: MetricMap,
-    metrics: Sequence[str],
-    policy: ComparisonPolicy,
-    surroundings: RunEnvironment,
-) -> tuple[Comparison, ...]:
-    """Compare metrics, and note where a norm that METRICS leaves out would have failed."""
-    asked = (*metrics, *norms_judged(case, golden.metrics, metrics, policy))
-    unasked = [n for n in _norms_beside(golden.metrics, asked, policy) if n in observed]
-    compared = compare(
-        golden,
-        observed,
-        metrics=[*asked, *unasked],
-        policy=policy,
-        nondeterministic=case.is_nondeterministic,
-        surroundings=surroundings,
-    )
-    return tuple(
-        _unjudged(comparison) if comparison.metric in unasked else comparison
-        for comparison in compared
-        if comparison.metric in asked or not comparison.passed
-    )
-
-
-def _unjudged(comparison: Comparison) -> Comparison:
-    """Return what failed as a note."""
-    note = (
-        f"{comparison.metric} would fail by {comparison.rule.value!r}, which does not count: "
-        "METRICS does not name it"
-    )
-    return replace(comparison, passed=True, rule=ComparisonRule.NOT_JUDGED, notes=(note,))
+    asked = {norm: policy.settings(norm).get("judged", case.metrics is None) for norm in NORMS}
+    return tuple(n for n in NORMS if n in golden and n not in metrics and asked[n])
 
 
 def first_off_first(failed: Iterable[Comparison]) -> tuple[Comparison, ...]:

@@ -75,7 +75,6 @@ class QueueProgress:
         num_waiting: Orders that the engine has and does not run yet.
         num_held: What was not submitted yet: it has enough, or a further attempt pauses first.
         detail: From the engine, for the first submission that waits, else the first that runs.
-        share_done: Share of the expected GPU time, from 0 to 1; None where nothing is known.
     """
 
     num_works: int
@@ -84,7 +83,6 @@ class QueueProgress:
     num_waiting: int
     num_held: int
     detail: str
-    share_done: float | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,7 +147,6 @@ class WorkloadScheduler:
         self._todo: list[QueuedWorkload] = []  # by rank
         self._orders: dict[str, _Order] = {}  # by the key of the submission
         self._num_works = self._num_ended = 0
-        self._expected = self._done = 0.0
         self._poll_at = float("-inf")
 
     def add(self, works: Iterable[QueuedWorkload]) -> None:
@@ -164,7 +161,6 @@ class WorkloadScheduler:
             expected_s = mean_s if work.expected_s is None else work.expected_s
             rank = (-expected_s, -work.num_gpus)
             self._todo.append(replace(work, rank=rank))
-            self._expected += _weight(rank)
         self._todo.sort(key=lambda work: work.rank)
         self._num_works += len(chosen)
 
@@ -185,7 +181,6 @@ class WorkloadScheduler:
             num_waiting=phases[SubmissionPhase.WAITING],
             num_held=len(self._todo) + phases[None],
             detail=details.get(SubmissionPhase.WAITING) or details.get(SubmissionPhase.RUNNING, ""),
-            share_done=self._done / self._expected if self._expected else None,
         )
 
     def step(self) -> list[WorkEnd]:
@@ -315,14 +310,8 @@ class WorkloadScheduler:
             del self._orders[key]
         _close(found)
         self._num_ended += 1
-        self._done += _weight(found.work.rank)
         attempts = tuple(one for index in sorted(found.attempts) for one in found.attempts[index])
         return WorkEnd(name=found.work.name, attempts=attempts, error=error)
-
-
-def _weight(rank: Rank) -> float:
-    """Return the GPU seconds that a workload is expected to take; 0 where nothing is known."""
-    return rank[0] * min(-1, rank[1])
 
 
 def _never_ran(key: str, detail: str, limit_s: float) -> Update:

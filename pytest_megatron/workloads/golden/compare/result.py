@@ -52,7 +52,6 @@ class ComparisonRule(Enum):
     PEAK = "peak"
     # Passed by every layer, and yet not equal: for which reason.
     DRIFT = "platform drift"
-    LAST_DIGITS = "differs only in the last digits"
     # Between checkpoints, whatever the policy.
     GRADIENT = "norm of the difference"
     NOT_FINITE = "not finite"

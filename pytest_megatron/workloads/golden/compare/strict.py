@@ -91,7 +91,6 @@ _MEAN_FRACTION, _TAIL_MEAN_FRACTION, _LEAST_STEPS_FOR_MEANS = 0.3, 0.4, 8
 _TIME = "iteration-time"
 _LEAST_TIMED, _MOST_UNTIMED = 10, 0.02  # steps, and the part of them that may have no time
 _WITH_PLACEHOLDERS = (_TIME, "num-zeros", "grad-norm")
-_LAST_DIGITS = 1e-4  # relative; what other kernels and other instructions round otherwise
 # Two-sided quantile of Student's t at p = 1e-3, by degrees of freedom.
 _T_DEGREES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 20, 30, 60, 1000)
 _T_QUANTILES = (
@@ -231,10 +230,6 @@ def _name_pass(
         return replace(comparison, rule=ComparisonRule.BITWISE, notes=(equal,))
     if comparison.rule is not ComparisonRule.BAND:
         return comparison
-    largest = comparison.deviation.largest_relative
-    if largest <= _LAST_DIGITS:
-        note = f"differs only in the last digits (largest {largest:.0e})"
-        comparison = replace(comparison, rule=ComparisonRule.LAST_DIGITS, notes=(note,))
     drift = drift_between(case.golden.provenance, case.surroundings)
     if drift.changes:
         notes = (*comparison.notes, drift.text)
@@ -455,16 +450,13 @@ def _exact_layer(points: Points) -> LayerFinding:
     layer = counting_layer(ComparisonRule.EXACT, len(differing), 0, "steps differ")
     if not len(differing):
         return LayerFinding(layer)
-    largest = measure(points).largest_relative
     steps = counted(len(points), "step")
     ulps = _ulps_between(differing.observed[0], differing.golden[0])
-    notes = [
+    notes = (
         f"{len(differing)} of {steps} differ, the first by {ulps} float32 ulps",
         "the golden is deterministic and from this image, these versions and this class of host",
-    ]
-    if largest <= _LAST_DIGITS:
-        notes.insert(0, f"differs only in the last digits (largest {largest:.0e})")
-    return LayerFinding(layer, first=differing.at(0, 0.0), notes=tuple(notes))
+    )
+    return LayerFinding(layer, first=differing.at(0, 0.0), notes=notes)
 
 
 def _ulps_between(observed: float, golden: float) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Self
 
 from pytest_megatron.workloads.golden.model import Disagreements, MetricMap, series_of
@@ -42,9 +41,7 @@ class Curves:
         values = self._values.setdefault(name, {})
         known = values.setdefault(step, value)
         if not is_same(known, value) and name not in self.disagreements:
-            last = max(values)
-            text = two_values(name, step, known, value, after=last if step < last else None)
-            self.disagreements[name] = (where, text)
+            self.disagreements[name] = (where, two_values(name, step, known, value))
 
     def count(self, name: str, value: float, where: str) -> None:
         """Add the next value of a metric without steps, counted from 1."""
@@ -81,10 +78,7 @@ def joined(parts: Mapping[str, Curves]) -> Curves:
                     whole.add(name, step, value, where)
                 elif not is_same(known, value) and name not in whole.disagreements:
                     first = next(w for w, p in parts.items() if p.at(name, step) is not None)
-                    other, here = PurePath(first), PurePath(where)
-                    place = other.name if other.parent == here.parent else first
-                    text = two_values(name, step, known, value, place=place)
-                    whole.disagreements[name] = (where, text)
+                    whole.disagreements[name] = (where, two_values(name, step, known, value, first))
     return whole
 
 
@@ -93,32 +87,12 @@ def is_same(one: float, other: float) -> bool:
     return one == other or repr(one) == repr(other)
 
 
-def two_values(
-    name: str,
-    step: int,
-    known: float,
-    value: float,
-    *,
-    after: int | None = None,
-    place: str | None = None,
-) -> str:
-    """Describe a step that has two values of a metric.
-
-    Args:
-        name: Of the metric.
-        step: Of both values.
-        known: The first one.
-        value: The later one.
-        after: The last step between them, where that is a later one.
-        place: File or rank of the first one, where that is another.
-    """
-    values, fix = f"{known!r} and then {value!r}", ""
+def two_values(name: str, step: int, known: float, value: float, place: str | None = None) -> str:
+    """Describe a step that has two values of a metric, the first one at `place`, or here."""
+    values = f"{known!r} and then {value!r}"
     if place is not None:
         values = f"{value!r} here and {known!r} in {place}"
-    elif after is not None:
-        values = f"{known!r} and, after step {after}, {value!r}"
-        fix = ", or a resumed one go on counting"
     return (
-        f"step {step} has two values of {name!r}, {values}; have one rank write it, and each "
-        f"training a file of its own{fix}"
+        f"step {step} has two values of {name!r}, {values}; have one rank write it, each training "
+        "a file of its own, and a resumed one go on counting"
     )

@@ -205,7 +205,7 @@ def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> 
 
 def test_a_step_that_starts_again_is_told_before_values_are_counted(project: Path) -> None:
     done = record(project, "--dry-run", "--", "python", "loop.py", "again")
-    told = "log:13: step 0 has two values of 'loss', 3.0 and, after step 11, 1.8"
+    told = "log:13: step 0 has two values of 'loss', 3.0 and then 1.8"
     assert (told in done.stdout, "printed, counted from 1" in done.stdout) == (True, True)
 
 

@@ -74,8 +74,8 @@ def test_a_step_with_another_value_disagrees_and_with_the_same_one_does_not(tmp_
     """Two ranks that write, or a training that starts again in the same file."""
     path = write(tmp_path, '{"step": 1, "a": 4}\n{"step": 1, "a": 4.5}\n')
     text = (
-        "step 1 has two values of 'a', 4.0 and then 4.5; have one rank write it, and each "
-        "training a file of its own"
+        "step 1 has two values of 'a', 4.0 and then 4.5; have one rank write it, each "
+        "training a file of its own, and a resumed one go on counting"
     )
     assert read_json_lines(path).disagreements == {"a": (f"{path}:2", text)}
     path = write(tmp_path, '{"step": 1, "a": 4, "b": NaN}\n' * 2)

@@ -95,7 +95,6 @@ def test_on_the_same_platform_a_deterministic_golden_wants_every_bit() -> None:
     assert comparison.first is not None
     assert comparison.first.step == 20
     assert comparison.notes == (
-        "differs only in the last digits (largest 4e-07)",
         "31 of 50 steps differ, the first by 4 float32 ulps",
         "the golden is deterministic and from this image, these versions and this class of host",
     )
@@ -122,8 +121,6 @@ def test_a_change_of_container_passes_and_is_called_platform_drift(
     comparison = judge(scaled(factor), surroundings=surroundings)
     assert (comparison.passed, comparison.rule) == (True, ComparisonRule.DRIFT)
     assert comparison.notes[-1] == note
-    is_tiny = comparison.notes[0].startswith("differs only in the last digits")
-    assert is_tiny == (factor < 1 + 1e-5)
 
 
 def test_a_regression_does_not_hide_behind_a_change_of_container() -> None:

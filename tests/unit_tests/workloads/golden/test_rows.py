@@ -235,8 +235,8 @@ def test_a_metric_that_begins_anew_is_refused_only_if_it_is_compared(tmp_path: P
     with pytest.raises(MetricsError) as caught:
         refuse_disagreements(curves.disagreements, ["loss"])
     assert str(caught.value) == (
-        f"{tmp_path / 'log'}:3: step 0 has two values of 'loss', 3.0 and, after step 1, 4.0; have "
-        "one rank write it, and each training a file of its own, or a resumed one go on counting"
+        f"{tmp_path / 'log'}:3: step 0 has two values of 'loss', 3.0 and then 4.0; have one rank "
+        "write it, each training a file of its own, and a resumed one go on counting"
     )
 
 

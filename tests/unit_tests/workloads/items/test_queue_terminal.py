@@ -24,7 +24,6 @@ STANDING = QueueProgress(
     num_waiting=2,
     num_held=0,
     detail="",
-    share_done=None,
 )
 LINE = "pool: 0 of 3 ended, 1 running, 2 waiting"
 

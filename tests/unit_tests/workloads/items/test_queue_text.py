@@ -16,23 +16,16 @@ STANDING = QueueProgress(
     num_waiting=85,
     num_held=100,
     detail="job 41_7 waits: Resources",
-    share_done=0.25,
 )
 
 
-def test_the_line_has_counts_the_engines_words_and_what_is_left() -> None:
-    assert queue_text("slurm", STANDING, 600.0) == (
+def test_the_line_has_counts_and_the_engines_words() -> None:
+    assert queue_text("slurm", STANDING) == (
         "slurm: 12 of 200 ended, 3 running, 85 waiting, 100 to be submitted; "
-        "job 41_7 waits: Resources; about 30 min left"
+        "job 41_7 waits: Resources"
     )
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    bare = dataclasses.replace(STANDING, num_held=0, detail="", share_done=None)
-    said = "slurm: 12 of 200 ended, 3 running, 85 waiting"
-    assert queue_text("slurm", bare, 600.0) == said
-    early = dataclasses.replace(bare, share_done=0.01)
-    assert queue_text("slurm", early, 600.0) == said
+    bare = dataclasses.replace(STANDING, num_held=0, detail="")
+    assert queue_text("slurm", bare) == "slurm: 12 of 200 ended, 3 running, 85 waiting"
 
 
 @pytest.mark.parametrize(

@@ -250,4 +250,4 @@ def test_a_compared_metric_has_one_value_at_each_step(tmp_path: Path) -> None:
     assert cause_of(end) is None
     log.write_text("".join([*lines, '{"step": 4, "lm loss": NaN}\n']))
     problem = text_of(end)
-    assert f"{log}:12: step 4 has two values of 'lm loss', 3.5 and, after step 10, nan" in problem
+    assert f"{log}:12: step 4 has two values of 'lm loss', 3.5 and then nan" in problem

@@ -7,8 +7,6 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import pytest
-
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.workloads.engine.api import (
@@ -365,4 +363,3 @@ def test_the_standing_counts_orders_and_quotes_the_engine() -> None:
     assert (found.num_works, found.num_ended, found.num_running) == (5, 1, 1)
     assert (found.num_waiting, found.num_held) == (2, 1)
     assert found.detail == "waits: Resources"
-    assert found.share_done == pytest.approx(0.2)

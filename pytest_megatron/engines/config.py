@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 from annotated_types import Gt
 
@@ -30,48 +30,27 @@ from pytest_megatron.base.schema import (
 )
 from pytest_megatron.base.text import one_of
 from pytest_megatron.errors import ConfigError
-from pytest_megatron.gpu.host import CPU_PLATFORM
 
 if TYPE_CHECKING:
     from pytest_megatron.base.yaml import YamlDocument, YamlPath
 
 GPUS_OF_RECIPE = "{gpus}"  # in `gres`
-_MOST_MINUTES_PARTS = 2
-_MINUTES_OF_DAY, _SECONDS_OF_MINUTE = 1440, 60
 _LAST_PORT = 65_535
 
-# Flags that the engine gives by itself, and those that a key of the file stands for.
+# Flags that the engine gives by itself, or by a key that others are joined with.
 _OWN_FLAGS = frozenset(
     (
-        *("array", "chdir", "comment", "error", "job-name", "no-requeue", "nodes", "ntasks"),
-        *("ntasks-per-node", "output", "parsable", "requeue", "test-only", "wait", "wrap"),
+        *("array", "chdir", "container-image", "container-mounts", "container-workdir", "error"),
+        *("exclude", "job-name", "no-requeue", "nodes", "ntasks", "ntasks-per-node", "output"),
+        *("parsable", "requeue", "test-only", "wait", "wrap"),
     )
 )
-_KEY_FLAGS: Mapping[str, str] = {
-    **{
-        name.replace("_", "-"): name
-        for name in (
-            *("account", "constraint", "cpus_per_task", "exclude", "exclusive", "gpus_per_node"),
-            *("gres", "mem", "mpi", "nodelist", "partition", "qos", "reservation", "segment"),
-            "time",
-        )
-    },
-    "container-env": "container.env",
-    "container-image": "container.image",
-    "container-mount-home": "container.mounts_home",
-    "container-mounts": "container.mounts",
-    "container-workdir": "container.workdir",
-    "no-container-mount-home": "container.mounts_home",
-}
 
 
 def _check_flag(word: str) -> str:
     """Refuse a flag that would be given twice."""
-    name = word.removeprefix("--").partition("=")[0]
-    if name in _OWN_FLAGS:
-        raise ValueError(f"{word!r} is what the engine sets itself; remove it")
-    if name in _KEY_FLAGS:
-        raise ValueError(f"{word!r} has a key of its own, {_KEY_FLAGS[name]}; write it there")
+    if word.removeprefix("--").partition("=")[0] in _OWN_FLAGS:
+        raise ValueError(f"{word!r} is what the engine, or another key, sets; remove it")
     return word
 
 
@@ -100,13 +79,6 @@ Ports: TypeAlias = Annotated[
     str, matches(r"^\d+-\d+$", "FIRST-LAST, such as 20000-29999"), Checked(_check_ports)
 ]
 Size: TypeAlias = Annotated[str, matches(r"^\d+[bkmgBKMG]?$", "a size, such as 16g")]
-Time: TypeAlias = Annotated[
-    str,
-    matches(
-        r"^(\d+-)?\d+(:\d+){0,2}$",
-        "a time of Slurm's: minutes, hours:minutes:seconds or days-hours",
-    ),
-]
 Variables: TypeAlias = dict[
     Annotated[str, matches(r"^[A-Za-z_]\w*$", "the name of a variable")], str
 ]
@@ -120,13 +92,6 @@ class LaunchMode(Enum):
 
     TORCHRUN = "torchrun"  # one task a node, each starts torch.distributed.run
     SRUN_NATIVE = "srun-native"  # one task a rank, started by srun
-
-
-class EnvironmentNodes(Enum):
-    """On which nodes of a job an environment is made."""
-
-    NODE = "node"
-    JOB = "job"
 
 
 _MOUNTS = About(
@@ -145,19 +110,12 @@ class ContainerConfig:
         tuple[PlainMount, ...],
         _MOUNTS,
     ] = ()
-    workdir: Annotated[Text | None, About("`--container-workdir`; by default the project.")] = None
-    mounts_home: Annotated[
-        bool, About("Whether the home directory is mounted, as pyxis does by itself.")
-    ] = False
-    env: Annotated[
-        tuple[Text, ...], About("`--container-env`: variables whose outer value beats the image's.")
-    ] = ()
 
 
 @closed
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UvSyncConfig:
-    """An environment that `uv sync` makes in the job before the training, in two phases."""
+    """An environment that `uv sync` makes on every node before the training, in two phases."""
 
     venv: Annotated[
         Venv,
@@ -167,14 +125,6 @@ class UvSyncConfig:
             "user's name."
         ),
     ]
-    where: Annotated[
-        EnvironmentNodes,
-        About(
-            "`node`: on every node, for a directory of the node's own; `job`: on the first node, "
-            "for a shared one."
-        ),
-    ] = EnvironmentNodes.NODE
-    project: Annotated[Text | None, About("Directory of `uv.lock`; by default the project.")] = None
     cache: Annotated[Text | None, About("`UV_CACHE_DIR`.")] = None
     args: Annotated[
         tuple[Text, ...], About("Words of both phases after `uv sync --frozen`: extras and groups.")
@@ -186,8 +136,6 @@ class UvSyncConfig:
             "`--no-install-package NAME`."
         ),
     ] = ("--no-install-project",)
-    second: Annotated[tuple[Text, ...], About("Words of the second phase alone.")] = ()
-    uv: Annotated[Text, About("The program.")] = "uv"
 
 
 @closed
@@ -200,24 +148,13 @@ class PlaceConfig:
 
     account: Annotated[Text | None, About("`--account`.")] = None
     partition: Annotated[Text | None, About("`--partition`.")] = None
-    qos: Annotated[Text | None, About("`--qos`.")] = None
-    reservation: Annotated[Text | None, About("`--reservation`.")] = None
-    constraint: Annotated[Text | None, About("`--constraint`.")] = None
     exclude: Annotated[
         tuple[Text, ...],
         About("`--exclude`: hosts, such as `node[3-4]`; hosts that failed are added."),
     ] = ()
-    nodelist: Annotated[tuple[Text, ...], About("`--nodelist`.")] = ()
-    segment: Annotated[
-        Positive | None, About("`--segment`: nodes that must be on one switch; beats the recipe's.")
-    ] = None
-    mem: Annotated[Text | None, About("`--mem`: of a node, such as `200G`; `0` is all of it.")] = (
-        None
-    )
     cpus_per_task: Annotated[
         Positive | None, About("`--cpus-per-task`, for the job and for its step.")
     ] = None
-    exclusive: Annotated[bool | None, About("`--exclusive`: no other job on its nodes.")] = None
     gpus_per_node: Annotated[
         Count | None,
         About(
@@ -228,25 +165,18 @@ class PlaceConfig:
     gres: Annotated[
         Text | None,
         About(
-            "`--gres` in place of `--gpus-per-node`; `{gpus}` stands for the recipe's number, as "
-            "in `gpu:h100:{gpus},tmpfs:1`. What has it is left out on platform `cpu`, and is "
-            "refused in the settings of that platform."
-        ),
-    ] = None
-    time: Annotated[
-        Time | None,
-        About(
-            "`--time` of every job, as Slurm writes it. By default the recipe's time limit and "
-            "`time_slack`."
+            "`--gres` in place of `--gpus-per-node`, on platforms with GPUs; `{gpus}` stands for "
+            "the recipe's number, as in `gpu:h100:{gpus},tmpfs:1`."
         ),
     ] = None
     sbatch_flags: Annotated[
-        tuple[Flag, ...], About("Further flags of sbatch, such as `--switches=1`.")
+        tuple[Flag, ...],
+        About("Further flags of sbatch, such as `--qos=high`; they win over those of other keys."),
     ] = ()
     srun_flags: Annotated[
-        tuple[Flag, ...], About("Further flags of the srun that starts the tasks.")
+        tuple[Flag, ...],
+        About("Further flags of the srun that starts the tasks, such as `--mpi=pmix`."),
     ] = ()
-    mpi: Annotated[Text | None, About("`--mpi` of srun, such as `pmix`.")] = None
     container: Annotated[ContainerConfig | None, About("See below.")] = None
     uv_sync: Annotated[UvSyncConfig | None, About("See below.")] = None
     python: Annotated[
@@ -277,22 +207,6 @@ class PlaceConfig:
             "read before the training starts; everybody can read them in the script."
         ),
     ] = field(default_factory=dict)
-
-    @property
-    def time_minutes(self) -> int | None:
-        """`time` in minutes, rounded up; None where it is not given."""
-        return None if self.time is None else minutes_of(self.time)
-
-
-def _check_platforms(platforms: dict[str, PlaceConfig]) -> dict[str, PlaceConfig]:
-    """Refuse GPUs of a recipe on the platform that has none."""
-    gres = platforms.get(CPU_PLATFORM, PlaceConfig()).gres
-    if GPUS_OF_RECIPE in (gres or ""):
-        raise ValueError(
-            f"{CPU_PLATFORM}.gres is {gres!r}, and a recipe has no GPUs on this platform; write a "
-            f"number in place of {GPUS_OF_RECIPE}, or remove it"
-        )
-    return platforms
 
 
 @closed
@@ -327,7 +241,6 @@ class SlurmConfig(PlaceConfig):
     interval: Annotated[Seconds, About("Seconds between two questions about the queue.")] = 10.0
     platforms: Annotated[
         dict[Text, PlaceConfig],
-        Checked(_check_platforms),
         About("Platform to the keys that are different there, see below."),
     ] = field(default_factory=dict)
 
@@ -355,7 +268,6 @@ class DockerConfig:
         _MOUNTS,
     ] = ()
     shm_size: Annotated[Size, About("Size of `/dev/shm`.")] = "16g"
-    ipc: Annotated[Text | None, About("`--ipc`, such as `host`.")] = None
     ulimits: Annotated[
         dict[Text, int],
         About(
@@ -379,11 +291,6 @@ class DockerConfig:
     python: Annotated[
         Text, About("The interpreter in the container, which has pytest-megatron.")
     ] = "python3"
-    pull: Annotated[
-        Literal["never", "missing"], About("Whether an image that is not here is fetched.")
-    ] = "missing"
-    runtime: Annotated[Text | None, About("`--runtime`; GPUs are given without one.")] = None
-    privileged: Annotated[bool, About("`--privileged`.")] = False
     env: Annotated[
         Variables, About("Variables of the training, which arrive as they are written.")
     ] = field(default_factory=dict)
@@ -399,27 +306,24 @@ class ExecutorConfig:
     docker: DockerConfig | None = None
 
 
-def minutes_of(time: str) -> int:
-    """Return a time of Slurm's in minutes, rounded up.
-
-    Source: sbatch(1), `--time`: minutes, minutes:seconds, hours:minutes:seconds, days-hours,
-    days-hours:minutes, days-hours:minutes:seconds.
-    """
-    days, dash, rest = time.rpartition("-")
-    numbers = [int(word) for word in rest.split(":")]
-    if dash or len(numbers) > _MOST_MINUTES_PARTS:
-        hours, minutes, seconds = [*numbers, 0, 0][:3]
-    else:
-        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
-    whole = int(days or 0) * _MINUTES_OF_DAY + hours * 60 + minutes
-    return whole + -(-seconds // _SECONDS_OF_MINUTE)
-
-
-# Values that are a text however they look in YAML: `mem: 0`, `time: 1:00:00`, `env: {X: 0x10}`.
-_WRITTEN = frozenset(("account", "mem", "reservation", "shm_size", "time", "user"))
+# Values that are a text however they look in YAML: `account: 0123`, `env: {X: 0x10}`.
+_WRITTEN = frozenset(("account", "shm_size", "user"))
 _VARIABLES = frozenset(("env", "job_env"))
 # Keys of earlier versions, by section: what to do instead.
 _REMOVED = {
+    **{
+        ("slurm", name): f"is no key any more; write --{name}=VALUE in sbatch_flags"
+        for name in (
+            *("constraint", "exclusive", "mem", "nodelist", "qos", "reservation", "segment"),
+            "time",
+        )
+    },
+    ("slurm", "mpi"): "is no key any more; write --mpi=VALUE in srun_flags",
+    **{
+        ("docker", name): "was removed; drop it, the Docker daemon has settings of its own"
+        for name in ("ipc", "privileged", "runtime")
+    },
+    ("docker", "pull"): "was removed, as an image that is not here is fetched; drop it",
     ("slurm", "max_array"): "was removed, as jobs are no arrays any more; drop it",
     ("slurm", "remember_nodes"): "was removed; drop it, exclude has the nodes to keep away from",
     ("slurm", "retry_cancelled"): "was removed, as nobody knows who cancelled a job; drop it",

@@ -156,11 +156,9 @@ def _find_image(client: docker.DockerClient, request: RunContainer) -> Image:
     try:
         found = client.images.get(name)
     except docker.errors.ImageNotFound as error:
-        if request.settings.pull == "never" or name.startswith("sha256:"):
+        if name.startswith("sha256:"):
             raise RefusedError(
-                where,
-                "is not on this machine, and is not to be fetched; name one of `docker images`, or "
-                "say `pull: missing`",
+                where, "is not on this machine; name one of `docker images`"
             ) from error
         try:
             client.images.pull(name)  # `latest` where it names no tag
@@ -223,14 +221,11 @@ def _options(request: RunContainer, image: Image) -> dict[str, object]:
         "user": request.user,
         "group_add": list(request.groups),
         "network": request.network,
-        "runtime": settings.runtime,
         "shm_size": settings.shm_size,
-        "ipc_mode": settings.ipc,
         "ulimits": [
             docker.types.Ulimit(name=name, soft=limit, hard=limit)
             for name, limit in settings.ulimits.items()
         ],
-        "privileged": settings.privileged,
     }
     if settings.memory is not None:
         found |= {"mem_limit": settings.memory, "memswap_limit": settings.memory}

@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.base.schema import parse
-from pytest_megatron.engines.slurm.shape import STEP_FLAGS, Shape
+from pytest_megatron.engines.slurm.shape import Shape
 from pytest_megatron.process.tree import large_imports
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ def materialize(shape: Shape) -> str:
             _flag(name, value) for name, value in sorted(values.items()) if value is not None
         ],
         "setup": executor.setup_lines,
-        "step": shlex.join(_step(shape, executor)),
+        "step": shlex.join(shape.step),
         "command": shape.command,
     }
     text: str = fill_template(TEMPLATE.name, variables, template_dir=str(TEMPLATE.parent))
@@ -97,26 +96,8 @@ def _executor(shape: Shape) -> SlurmExecutor:
         packager=Packager(),
         tunnel=LocalTunnel(job_dir=""),
         additional_parameters={name: value or True for name, value in flags.items()},
-        container_image=shape.container,
-        container_mounts=list(shape.mounts),
-        container_env=list(shape.container_env),
-        srun_args=[*STEP_FLAGS, *shape.step_flags],
         setup_lines="\n".join(shape.setup),
     )
-
-
-def _step(shape: Shape, executor: SlurmExecutor) -> Iterator[str]:
-    """Yield the words of the srun that starts the tasks; its output goes where the job's goes."""
-    yield from ("srun", "--output", "all")
-    if executor.container_image is None:
-        yield from ("--chdir", shape.workdir)
-    else:
-        yield from ("--container-image", executor.container_image)
-        yield from ("--container-mounts", ",".join(executor.container_mounts))
-        yield from ("--container-workdir", shape.workdir)
-    if executor.container_env:
-        yield from ("--container-env", ",".join(executor.container_env))
-    yield from executor.srun_args
 
 
 def _flag(name: str, value: object) -> str:

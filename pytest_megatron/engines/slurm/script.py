@@ -21,7 +21,7 @@ from typing import cast
 from pytest_megatron.base.files import JsonValue, write_text_atomically
 from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
 from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
-from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, shape_of
+from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, mounts_of, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.redact import Redactor
@@ -88,11 +88,14 @@ class ScriptWriter:
         """
         place = self.place(needed.platform)
         shape = shape_of(needed, place, self._paths)
-        image = [] if shape.container is None else [f"image: {shape.container}"]
+        seen: list[str] = []
+        if place.container is not None:
+            mounts = (f"mount: {mount}" for mount in mounts_of(place, self._paths))
+            seen = [f"image: {place.container.image}", *mounts]
         (text,) = make_scripts([shape])
         shown = Redactor.of(place.job_env).text(text)
         lines = [f"| {line}" for line in shown.splitlines()]
-        return [*image, *(f"mount: {mount}" for mount in shape.mounts), "script:", *lines]
+        return [*seen, "script:", *lines]
 
     def write(self, wanted: Collection[Resources]) -> dict[Resources, JobScript]:
         """Return a script for each; its only argument is a spec.
@@ -213,18 +216,16 @@ def _name(shape: Shape) -> str:
 
 def _filled(sync: UvSyncConfig, root: Path) -> UvSyncConfig:
     """Return the settings of `uv sync` with the placeholders in `venv` filled in."""
-    project = Path(sync.project or root)
     try:
-        lock = (project / "uv.lock").read_bytes()
+        lock = (root / "uv.lock").read_bytes()
     except OSError as error:
         raise LaunchError(
-            str(project / "uv.lock"),
-            f"{error.strerror}; uv_sync installs what this file says: run `uv lock` in the "
-            f"project, or name another one with uv_sync.project",
+            str(root / "uv.lock"),
+            f"{error.strerror}; uv_sync installs what this file says: run `uv lock` in the project",
         ) from error
-    said = json.dumps([str(project), sync.args, sync.first, sync.second])
+    said = json.dumps([str(root), sync.args, sync.first])
     venv = sync.venv.replace("{digest}", _digest(lock + said.encode()))
-    return replace(sync, venv=venv.replace("{user}", getpass.getuser()), project=str(project))
+    return replace(sync, venv=venv.replace("{user}", getpass.getuser()))
 
 
 def _digest(content: bytes) -> str:

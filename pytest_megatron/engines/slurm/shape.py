@@ -14,7 +14,6 @@ from pathlib import Path
 
 from pytest_megatron.engines.config import (
     GPUS_OF_RECIPE,
-    EnvironmentNodes,
     LaunchMode,
     SlurmConfig,
     UvSyncConfig,
@@ -58,22 +57,14 @@ class Shape:
 
     Attributes:
         flags: sbatch's flags by name, with `-` and without the dashes in front; "" is a bare flag.
-        container: Image, or None.
-        mounts: Mounts of the container, `SOURCE:TARGET[:OPTIONS]`.
-        container_env: Variables whose outer value beats the image's.
-        workdir: Where the tasks start.
-        step_flags: Flags of the srun that starts the tasks beside `STEP_FLAGS`, whole words.
+        step: The srun that starts the tasks, in words; its output goes where the job's goes.
         setup: Lines of bash before it.
         command: What each task runs, as bash reads it.
     """
 
     name: str
     flags: dict[str, str]
-    container: str | None
-    mounts: tuple[str, ...]
-    container_env: tuple[str, ...]
-    workdir: str
-    step_flags: tuple[str, ...]
+    step: tuple[str, ...]
     setup: tuple[str, ...]
     command: str
 
@@ -90,16 +81,12 @@ def shape_of(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Sha
         LaunchError: A directory cannot be mounted into a container.
     """
     assert slurm.python is not None
-    container = slurm.container
+    where = container_words(slurm, paths) or (f"--chdir={paths.root}",)
     words = [slurm.python, "-m", WORKER]
     return Shape(
         name=paths.title or f"megatron-{resources.num_nodes}x{resources.ranks_per_node}",
         flags=dict(_flags(resources, slurm, paths)),
-        container=None if container is None else container.image,
-        mounts=() if container is None else mounts_of(slurm, paths),
-        container_env=() if container is None else container.env,
-        workdir=_workdir(slurm, paths),
-        step_flags=(*_home_flags(slurm), *step_flags(slurm)),
+        step=("srun", "--output=all", *where, *_cpu_flags(slurm), *STEP_FLAGS, *slurm.srun_flags),
         setup=tuple(_setup(resources, slurm, paths)),
         command=f'{shlex.join(words)} "${SPEC_VARIABLE}"',
     )
@@ -107,7 +94,7 @@ def shape_of(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Sha
 
 def minutes_of_job(resources: Resources, slurm: SlurmConfig) -> int:
     """Return the time limit of a job in minutes: Slurm's comes after our own."""
-    return slurm.time_minutes or math.ceil(resources.time_limit_s / 60) + slurm.time_slack
+    return math.ceil(resources.time_limit_s / 60) + slurm.time_slack
 
 
 def tasks_per_node(resources: Resources, mode: LaunchMode) -> int:
@@ -117,13 +104,10 @@ def tasks_per_node(resources: Resources, mode: LaunchMode) -> int:
 
 def gpu_flags(resources: Resources, slurm: SlurmConfig) -> dict[str, str]:
     """Return what asks Slurm for GPUs."""
-    is_cpu = resources.platform == CPU_PLATFORM
-    kinds = [] if slurm.gres is None else slurm.gres.split(",")
-    asked = [kind for kind in kinds if not (is_cpu and GPUS_OF_RECIPE in kind)]
-    if asked:
-        return {"gres": ",".join(asked).replace(GPUS_OF_RECIPE, str(resources.gpus_per_node))}
-    if is_cpu and slurm.gpus_per_node is None:
+    if resources.platform == CPU_PLATFORM:
         return {}
+    if slurm.gres is not None:
+        return {"gres": slurm.gres.replace(GPUS_OF_RECIPE, str(resources.gpus_per_node))}
     number = resources.gpus_per_node if slurm.gpus_per_node is None else slurm.gpus_per_node
     return {"gpus-per-node": str(number)} if number else {}
 
@@ -133,27 +117,16 @@ def place_flags(resources: Resources, slurm: SlurmConfig) -> dict[str, str]:
     hours, minutes = divmod(minutes_of_job(resources, slurm), 60)
     found = {
         "account": slurm.account,
-        "constraint": slurm.constraint,
         "cpus-per-task": _number(slurm.cpus_per_task),
-        "exclude": ",".join(slurm.exclude),
-        "exclusive": "" if slurm.exclusive else None,
-        "mem": slurm.mem,
-        "nodelist": ",".join(slurm.nodelist),
+        "exclude": ",".join(slurm.exclude) or None,
         "nodes": str(resources.num_nodes),
         "ntasks-per-node": str(tasks_per_node(resources, slurm.mode)),
         "partition": slurm.partition,
-        "qos": slurm.qos,
-        "reservation": slurm.reservation,
-        "segment": _number(slurm.segment or resources.segment),
+        "segment": _number(resources.segment),
         "time": f"{hours:02}:{minutes:02}:00",
         **gpu_flags(resources, slurm),
     }
-    lists = ("exclude", "nodelist")
-    return {
-        name: value
-        for name, value in found.items()
-        if value is not None and not (name in lists and not value)
-    }
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def flag_words(flags: Mapping[str, str]) -> list[str]:
@@ -161,25 +134,16 @@ def flag_words(flags: Mapping[str, str]) -> list[str]:
     return [f"--{name}={value}" if value else f"--{name}" for name, value in flags.items()]
 
 
-def step_flags(slurm: SlurmConfig) -> list[str]:
-    """Return the flags of a step of tasks that are not about its container."""
-    mpi = [] if slurm.mpi is None else [f"--mpi={slurm.mpi}"]
-    return [*_cpu_flags(slurm), *mpi, *slurm.srun_flags]
-
-
 def container_words(slurm: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
-    """Return the words of an srun of ours whose task is to be in the container, if there is one."""
-    container = slurm.container
-    if container is None:
+    """Return the words of an srun whose tasks are to be in the container, if there is one."""
+    if slurm.container is None:
         return ()
-    found = [
-        f"--container-image={container.image}",
+    return (
+        f"--container-image={slurm.container.image}",
         f"--container-mounts={','.join(mounts_of(slurm, paths))}",
-        f"--container-workdir={_workdir(slurm, paths)}",
-    ]
-    if container.env:
-        found.append(f"--container-env={','.join(container.env)}")
-    return (*found, *_home_flags(slurm))
+        f"--container-workdir={paths.root}",
+        "--no-container-mount-home",
+    )
 
 
 def mounts_of(slurm: SlurmConfig, paths: ShapePaths) -> tuple[str, ...]:
@@ -218,16 +182,6 @@ def _cpu_flags(slurm: SlurmConfig) -> list[str]:
     return [] if slurm.cpus_per_task is None else [f"--cpus-per-task={slurm.cpus_per_task}"]
 
 
-def _home_flags(slurm: SlurmConfig) -> list[str]:
-    is_hidden = slurm.container is not None and not slurm.container.mounts_home
-    return ["--no-container-mount-home"] if is_hidden else []
-
-
-def _workdir(slurm: SlurmConfig, paths: ShapePaths) -> str:
-    own = None if slurm.container is None else slurm.container.workdir
-    return own or str(paths.root)
-
-
 def _setup(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
     """Yield the lines before the tasks start; the first that fails ends the job."""
     default = "" if paths.spec is None else f":-{shlex.quote(str(paths.spec))}"
@@ -244,11 +198,11 @@ def _setup(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Itera
 
 
 def sync_lines(resources: Resources, slurm: SlurmConfig, paths: ShapePaths) -> Iterator[str]:
-    """Yield the steps that make the environment, on every node or on the first."""
+    """Yield the steps that make the environment, on every node."""
     sync = slurm.uv_sync
     if sync is None:
         return
-    number = resources.num_nodes if sync.where is EnvironmentNodes.NODE else 1
+    number = resources.num_nodes
     step = ["srun", f"--nodes={number}", f"--ntasks={number}", "--ntasks-per-node=1"]
     if slurm.container is not None:  # a mount has to be there before the container is
         yield shlex.join([*step, "mkdir", "-p", *map(str, _uv_dirs(sync))])
@@ -263,16 +217,15 @@ def sync_script(sync: UvSyncConfig, root: Path) -> str:
     second what is built against it, and the project itself. The first takes nothing away, or it
     would take that from a job that shares the environment.
     """
-    base = [sync.uv, "sync", "--frozen"]
-    project = sync.project or str(root)
+    base = ["uv", "sync", "--frozen"]
     cache = [] if sync.cache is None else [f"export UV_CACHE_DIR={shlex.quote(sync.cache)}"]
     return "; ".join(
         [
             f"export UV_PROJECT_ENVIRONMENT={shlex.quote(sync.venv)}",
             *cache,
-            f"cd {shlex.quote(project)}",
+            f"cd {shlex.quote(str(root))}",
             shlex.join([*base, "--inexact", *sync.args, *sync.first]),
-            shlex.join([*base, *sync.args, *sync.second]),
+            shlex.join([*base, *sync.args]),
         ]
     )
 

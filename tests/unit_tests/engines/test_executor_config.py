@@ -11,7 +11,6 @@ from pytest_megatron.engines.config import (
     DockerConfig,
     LaunchMode,
     SlurmConfig,
-    minutes_of,
     read_docker_config,
     read_executor_config,
     read_slurm_config,
@@ -24,8 +23,6 @@ slurm:
   account: 0123
   partition: batch
   exclude: ["node[3-4]", node9]
-  time: 1:30:00
-  mem: 0
   mode: srun-native
   container: {image: /images/dev.sqsh, mounts: ["/data:/data:ro"]}
   env: {OMP_NUM_THREADS: 1, LR: 1.0e-5, TEXT: "a b $HOME 'c' \\"d\\"\\ne"}
@@ -33,7 +30,6 @@ slurm:
     dgx_h100:
       partition: h100
       gres: "gpu:h100:{gpus}"
-      exclusive: false
       env: {LR: 2.0e-5}
 """
 
@@ -49,8 +45,6 @@ def test_numbers_that_stand_for_texts_arrive_as_they_are_written(tmp_path: Path)
         account="0123",
         partition="batch",
         exclude=("node[3-4]", "node9"),
-        time="1:30:00",
-        mem="0",
         mode=LaunchMode.SRUN_NATIVE,
         container=ContainerConfig(image="/images/dev.sqsh", mounts=("/data:/data:ro",)),
         env={"OMP_NUM_THREADS": "1", "LR": "1.0e-5", "TEXT": "a b $HOME 'c' \"d\"\ne"},
@@ -61,10 +55,10 @@ def test_numbers_that_stand_for_texts_arrive_as_they_are_written(tmp_path: Path)
 def test_a_platform_changes_its_keys_and_keeps_the_others(tmp_path: Path) -> None:
     config = read_slurm_config(written(tmp_path, CLUSTER), {"cpu", "dgx_h100"})
     here, there = config.at("dgx_h100"), config.at("cpu")
-    assert (here.partition, here.gres, here.exclusive) == ("h100", "gpu:h100:{gpus}", False)
+    assert (here.partition, here.gres) == ("h100", "gpu:h100:{gpus}")
     assert (here.account, here.mode) == ("0123", LaunchMode.SRUN_NATIVE)
     assert here.env == {**there.env, "LR": "2.0e-5"}
-    assert (there.partition, there.gres, there.exclusive) == ("batch", None, None)
+    assert (there.partition, there.gres) == ("batch", None)
 
 
 def test_without_a_file_slurm_has_defaults_and_docker_no_image() -> None:
@@ -81,21 +75,14 @@ def test_docker_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "minutes"),
-    [("90", 90), ("1:30", 2), ("1:30:00", 90), ("2-0", 2880), ("1-2:30", 1590), ("0:0:1", 1)],
-)
-def test_times_of_slurm(time: str, minutes: int) -> None:
-    assert minutes_of(time) == minutes
-
-
-@pytest.mark.parametrize(
     ("line", "message"),
     [
         ("slurm: {partitoin: x}", "slurm.partitoin: unknown key, .* did you mean 'partition'"),
         ("slurm: {container: {imag: x}}", "slurm.container.imag: unknown key, expected one of"),
         ("slurm: {uv_sync: {venv: /v/x, arg: []}}", "uv_sync.arg: unknown key, .* mean 'args'"),
         ("slurm: {platforms: {a: {mode: torchrun}}}", r"slurm.platforms.a.mode: unknown key"),
-        ("slurm: {time: soon}", "slurm.time: found 'soon', expected a time of Slurm's"),
+        ("slurm: {time: 30}", "slurm.time: is no key any more; write --time=VALUE in sbatch_flags"),
+        ("slurm: {mpi: pmix}", "slurm.mpi: is no key any more; write --mpi=VALUE in srun_flags"),
         ("slurm: {ports: 9-5}", "slurm.ports: found '9-5', expected FIRST-LAST within 1-65535"),
         ("slurm: {ports: 9-70000}", "slurm.ports: found '9-70000'"),
         (
@@ -111,23 +98,16 @@ def test_times_of_slurm(time: str, minutes: int) -> None:
         ("slurm: {env: {A B: x}}", "expected the name of a variable"),
         ("slurm: {env: {A: }}", "slurm.env.A: found None, expected a string"),
         ("slurm: {srun_flags: [-n 3]}", r"srun_flags\[0\]: found '-n 3', expected a long flag"),
-        ("slurm: {sbatch_flags: [--array=3]}", "'--array=3' is what the engine sets itself"),
-        ("slurm: {srun_flags: [--mpi=x]}", "has a key of its own, mpi; write it there"),
+        ("slurm: {sbatch_flags: [--array=3]}", "'--array=3' is what the engine, or"),
+        ("slurm: {sbatch_flags: [--exclude=x]}", "or another key, sets; remove it"),
         (
             "slurm: {platforms: {a: {sbatch_flags: [--wrap=x]}}}",
             r"slurm.platforms.a.sbatch_flags\[0\]: '--wrap=x'",
         ),
         ("slurm: {container: {image: a, mounts: ['/a,b:/c']}}", "without commas"),
-        (
-            "slurm: {platforms: {cpu: {gres: 'gpu:{gpus}'}}}",
-            "slurm.platforms: cpu.gres is 'gpu:{gpus}', and a recipe has no GPUs",
-        ),
         ("slrum: {}", "slrum: unknown key, .*; did you mean 'slurm'"),
         ("slurm: 3", "slurm: found 3, expected a mapping"),
-        (
-            "docker: {image: a, pull: often}",
-            "docker.pull: found 'often', expected one of missing",
-        ),
+        ("docker: {image: a, pull: never}", "docker.pull: was removed, .*; drop it"),
     ],
 )
 def test_what_is_wrong_is_said_with_its_line(tmp_path: Path, line: str, message: str) -> None:

@@ -37,24 +37,14 @@ ON_CPU = Resources(platform="cpu", num_nodes=1, gpus_per_node=0, ranks_per_node=
 CONTAINER = SlurmConfig(
     account="team",
     partition="batch",
-    qos="high",
-    reservation="tests",
-    constraint="h100&ib",
     exclude=("node[3-4]", "node9"),
-    mem="0",
-    exclusive=True,
     cpus_per_task=32,
-    mpi="pmix",
-    sbatch_flags=("--switches=1", "--contiguous"),
-    srun_flags=("--cpu-bind=none",),
-    container=ContainerConfig(
-        image="/images/dev image.sqsh", mounts=("/data:/data:ro",), env=("NCCL_DEBUG",)
-    ),
+    sbatch_flags=("--switches=1", "--contiguous", "--constraint=h100&ib", "--mem=0", "--exclusive"),
+    srun_flags=("--cpu-bind=none", "--mpi=pmix"),
+    container=ContainerConfig(image="/images/dev image.sqsh", mounts=("/data:/data:ro",)),
     setup=("module load cuda",),
     job_env={"ENROOT_CACHE": "a b $HOME 'c' \"d\"\ne", "NCCL_DEBUG": "INFO"},
-    uv_sync=UvSyncConfig(
-        venv="/scratch/venv", project="/shared/project", args=("--extra", "dev"), cache="/uv/cache"
-    ),
+    uv_sync=UvSyncConfig(venv="/scratch/venv", args=("--extra", "dev"), cache="/uv/cache"),
     python="/scratch/venv/bin/python",
 )
 

@@ -9,7 +9,6 @@ import pytest
 
 from pytest_megatron.engines.config import (
     ContainerConfig,
-    EnvironmentNodes,
     LaunchMode,
     PlaceConfig,
     SlurmConfig,
@@ -43,8 +42,6 @@ CPU = replace(GPUS, platform="cpu", gpus_per_node=0)
         (GPUS, SlurmConfig(gres="gpu:h100:{gpus}", gpus_per_node=4), {"gres": "gpu:h100:8"}),
         (CPU, SlurmConfig(), {}),
         (CPU, SlurmConfig(gres="gpu:{gpus}"), {}),
-        (CPU, SlurmConfig(gres="gpu:{gpus},tmpfs:1"), {"gres": "tmpfs:1"}),
-        (CPU, SlurmConfig(gres="licence:1"), {"gres": "licence:1"}),
     ],
 )
 def test_gpus_are_asked_for_as_the_cluster_wants_it(
@@ -56,14 +53,13 @@ def test_gpus_are_asked_for_as_the_cluster_wants_it(
 def test_slurm_ends_a_job_later_than_we_do() -> None:
     assert minutes_of_job(GPUS, SlurmConfig()) == 11 + 10
     assert minutes_of_job(GPUS, SlurmConfig(time_slack=0)) == 11
-    assert place_flags(GPUS, SlurmConfig(time="1-2:30"))["time"] == "26:30:00"
+    own = SlurmConfig(python="p", sbatch_flags=("--time=1-2:30",))
+    assert shape_of(GPUS, own, PATHS).flags["time"] == "1-2:30"
 
 
-def test_a_segment_is_the_recipes_unless_the_file_says_another() -> None:
-    near = replace(GPUS, segment=2)
+def test_a_segment_is_the_recipes() -> None:
     assert "segment" not in place_flags(GPUS, SlurmConfig())
-    assert place_flags(near, SlurmConfig())["segment"] == "2"
-    assert place_flags(near, SlurmConfig(segment=4))["segment"] == "4"
+    assert place_flags(replace(GPUS, segment=2), SlurmConfig())["segment"] == "2"
 
 
 def test_srun_starts_a_task_for_each_rank_or_for_each_node() -> None:
@@ -85,22 +81,18 @@ def test_values_of_the_training_are_not_in_the_script() -> None:
     assert "secret" not in repr(shape_of(GPUS, place, PATHS))
 
 
-def test_uv_sync_has_two_phases_on_every_node_or_on_the_first() -> None:
-    sync = UvSyncConfig(venv="/v x", args=("--extra", "dev"), second=("--inexact",))
+def test_uv_sync_has_two_phases_on_every_node() -> None:
+    sync = UvSyncConfig(venv="/v x", args=("--extra", "dev"))
     assert sync_script(sync, Path("/p")) == (
         "export UV_PROJECT_ENVIRONMENT='/v x'; cd /p; "
         "uv sync --frozen --inexact --extra dev --no-install-project; "
-        "uv sync --frozen --extra dev --inexact"
+        "uv sync --frozen --extra dev"
     )
-    on_nodes = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS)
-    at_first = replace(sync, where=EnvironmentNodes.JOB)
-    on_one = shape_of(GPUS, SlurmConfig(python="p", uv_sync=at_first), PATHS)
-    start = "srun --nodes={0} --ntasks={0} --ntasks-per-node=1 bash -euxc "
-    for shape, number in ((on_nodes, 2), (on_one, 1)):
-        assert shape.setup[3].startswith(start.format(number))
-    assert on_nodes.setup[0] == "spec=${1:?no spec is given}"
-    assert on_nodes.setup[1].startswith("unset RANK ")
-    assert (on_nodes.setup[2], on_nodes.setup[-1]) == ("set -e", "set +e")
+    setup = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS).setup
+    assert setup[0] == "spec=${1:?no spec is given}"
+    assert setup[1].startswith("unset RANK ")
+    assert setup[3].startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -euxc ")
+    assert (setup[2], setup[-1]) == ("set -e", "set +e")
 
 
 def test_a_path_that_enroot_would_cut_is_refused() -> None:

@@ -81,7 +81,7 @@ def test_a_script_says_where_its_job_writes_and_leaves_a_spec_for_it(project: Pa
     shown = [line for line in lines if line.startswith("#   ")]
     assert shown[0].startswith("#   python -m torch.distributed.run --nnodes 2 ")
     assert any(" train.py --train-iters 4" in line for line in shown)
-    assert f"--container-mounts {project}:{project},{run}:{run} " in text
+    assert f"--container-mounts={project}:{project},{run}:{run} " in text
     spec = run / "engine/spec.json"
     assert f"spec=${{1:-{spec}}}" in lines
     assert stat.S_IMODE(spec.stat().st_mode) == 0o600

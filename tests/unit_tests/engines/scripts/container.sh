@@ -15,8 +15,6 @@
 #SBATCH --open-mode=append
 #SBATCH --output=/shared/run/logs/%x-%j.out
 #SBATCH --partition=batch
-#SBATCH --qos=high
-#SBATCH --reservation=tests
 #SBATCH --segment=2
 #SBATCH --switches=1
 #SBATCH --time=00:40:00
@@ -33,10 +31,10 @@ e'
 export NCCL_DEBUG=INFO
 module load cuda
 srun --nodes=2 --ntasks=2 --ntasks-per-node=1 mkdir -p /scratch /uv/cache
-srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 '--container-image=/images/dev image.sqsh' --container-mounts=/data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir=/shared/project --container-env=NCCL_DEBUG --no-container-mount-home bash -euxc 'export UV_PROJECT_ENVIRONMENT=/scratch/venv; export UV_CACHE_DIR=/uv/cache; cd /shared/project; uv sync --frozen --inexact --extra dev --no-install-project; uv sync --frozen --extra dev'
+srun --nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=32 '--container-image=/images/dev image.sqsh' --container-mounts=/data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir=/shared/project --no-container-mount-home bash -euxc 'export UV_PROJECT_ENVIRONMENT=/scratch/venv; export UV_CACHE_DIR=/uv/cache; cd /shared/project; uv sync --frozen --inexact --extra dev --no-install-project; uv sync --frozen --extra dev'
 set +e
 
-srun --output all --container-image '/images/dev image.sqsh' --container-mounts /data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir /shared/project --container-env NCCL_DEBUG --wait=60 --kill-on-bad-exit=1 --no-container-mount-home --cpus-per-task=32 --mpi=pmix --cpu-bind=none /scratch/venv/bin/python -m pytest_megatron.engines.worker "$spec"
+srun --output=all '--container-image=/images/dev image.sqsh' --container-mounts=/data:/data:ro,/shared/project:/shared/project,/shared/run:/shared/run,/scratch:/scratch,/uv/cache:/uv/cache --container-workdir=/shared/project --no-container-mount-home --cpus-per-task=32 --wait=60 --kill-on-bad-exit=1 --cpu-bind=none --mpi=pmix /scratch/venv/bin/python -m pytest_megatron.engines.worker "$spec"
 exitcode=$?
 echo "job exited with code $exitcode"
 exit $exitcode

@@ -17,7 +17,7 @@ export SLURM_UNBUFFEREDIO=1
 spec=${1:?no spec is given}
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT
 
-srun --output all --chdir /shared/project --wait=60 --kill-on-bad-exit=1 /opt/py/bin/python -m pytest_megatron.engines.worker "$spec"
+srun --output=all --chdir=/shared/project --wait=60 --kill-on-bad-exit=1 /opt/py/bin/python -m pytest_megatron.engines.worker "$spec"
 exitcode=$?
 echo "job exited with code $exitcode"
 exit $exitcode

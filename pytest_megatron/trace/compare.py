@@ -211,8 +211,8 @@ class Comparer:
     def _check_coverage(self) -> None:
         """Refuse a result that says next to nothing."""
         where = str(self._candidate.directory)
-        first = next(iter(self._not_compared.values()), None)
-        reason = f"; the first reason is: {first.module}, {first.reason}" if first else ""
+        reasons = [one.reason for one in self._not_compared.values()]
+        reason = f"; most often: {statistics.mode(reasons)}" if reasons else ""
         if not self._num_gradients:
             raise TraceError(
                 where,

@@ -328,7 +328,7 @@ class Agent:
                 return
             child = self._children.get(pid)
             if child is None:
-                self._keeper.replace_if_ended(pid)
+                self._keeper.note_end(pid)
             elif child.is_alive:
                 run, phase = child.noted
                 child.read()

@@ -14,7 +14,7 @@ import socket
 import struct
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.ipc.messages import RankConfig
@@ -66,38 +66,27 @@ class StoreKeeper:
 
     pid: int | None = None
     _connection: socket.socket | None = None
-    _listening: dict[int, socket.socket] = field(default_factory=dict)
 
     def open_store(self, gang: int, listening: socket.socket) -> None:
-        """Serve the store of a gang on a socket that listens."""
-        self._listening[gang] = listening
-        try:
-            self._send(gang, [listening.fileno()])
-        except OSError:  # it was killed, which was not noticed yet
-            self._replace()
+        """Serve the store of a gang on a socket that listens, and close the socket here."""
+        with listening:
+            try:
+                self._send(gang, [listening.fileno()])
+            except OSError:  # it was killed, which was not noticed yet
+                self.note_end(self.pid)
+                self._send(gang, [listening.fileno()])
 
     def close_store(self, gang: int) -> None:
         """Close the store of a gang that is gone, if it has one."""
-        if gang in self._listening:
-            self._listening.pop(gang).close()
+        if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._send(gang, [])
 
-    def replace_if_ended(self, pid: int) -> None:
-        """Replace the process of stores if it ended; ports stay, keys of stores are lost.
-
-        Requests that it had not read are sent again.
-        """
+    def note_end(self, pid: int | None) -> None:
+        """Start anew at the next store, if the process ended; keys and ports are lost."""
         if pid == self.pid:
-            self._replace()
-
-    def _replace(self) -> None:
-        """Start the process of stores anew, with all sockets that listen."""
-        if self._connection is not None:
-            self._connection.close()
-        self.pid = self._connection = None
-        for gang, listening in self._listening.items():
-            self._send(gang, [listening.fileno()])
+            self.forget()
+            self.pid = self._connection = None
 
     def _send(self, gang: int, descriptors: list[int]) -> None:
         """Hand a listening socket over to the process of stores."""
@@ -109,8 +98,6 @@ class StoreKeeper:
         """Close the copies of a forked child."""
         if self._connection is not None:
             self._connection.close()
-        for listening in self._listening.values():
-            listening.close()
 
     def _fork(self) -> socket.socket:
         """Fork the process of stores; return the connection to it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import tempfile
 from functools import cached_property
@@ -13,7 +12,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.forkserver.store import LOCAL_HOST_IPV6, local_host
+from pytest_megatron.gangs.forkserver.store import LOCAL_HOST, check_local_host
 from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.nodes.leader import DEVICES, address_of
 from pytest_megatron.gangs.rank.bootstrap import rank_env
@@ -67,10 +66,8 @@ class RankConfigs:
         if places[-1].node_rank > 0:
             host, _ = address_of(self._run.options.rdzv_endpoint)
         else:
-            host = local_host()
+            host = LOCAL_HOST
         common = {"MASTER_ADDR": host, "TORCHELASTIC_RUN_ID": self._run.run_dir.name}
-        if host == LOCAL_HOST_IPV6:  # gloo only detects 127.0.0.1
-            common["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         own = {}  # for this node: other nodes lease their own devices
         if lease is not None:
             own[DEVICES] = ",".join(gpu.uuid for gpu in lease.gpus)
@@ -142,7 +139,7 @@ def refuse_unfit_host(options: Options) -> None:
     try:
         check_proc()
         if options.num_nodes == 1:  # several nodes use an endpoint
-            local_host()
+            check_local_host()
     except LaunchError as error:
         raise pytest.UsageError(str(error)) from None
 

@@ -21,39 +21,28 @@ from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.process.tree import close_descriptors, fork_child
 
 LOCAL_HOST = "127.0.0.1"
-LOCAL_HOST_IPV6 = "::1"
-_LOCAL_HOSTS = (LOCAL_HOST, LOCAL_HOST_IPV6)
 _GANG = struct.Struct("!i")
 _REACH_S = 5.0  # for a busy host to connect to itself
 _BACKLOG = 2048  # ranks that connect at once
 
 
 @functools.cache
-def local_host() -> str:
-    """Return the first loopback address by which processes of this host reach one another.
+def check_local_host() -> None:
+    """Make sure that processes of this host reach one another.
 
     Raises:
-        LaunchError: There is none.
+        LaunchError: They do not.
     """
-    for host in _LOCAL_HOSTS:
-        if _is_reachable(host):
-            return host
-    raise LaunchError(
-        "network",
-        f"processes of this host cannot reach one another by {' or '.join(_LOCAL_HOSTS)}, "
-        f"and ranks have no other way to meet; bring the loopback interface up: ip link set lo up",
-    )
-
-
-def _is_reachable(host: str) -> bool:
-    """Return whether this host can connect to an address of its own."""
     try:
-        with listen(host) as listening, socket.socket(listening.family) as caller:
+        with listen(LOCAL_HOST) as listening, socket.socket() as caller:
             caller.settimeout(_REACH_S)
             caller.connect(listening.getsockname())
     except OSError:
-        return False
-    return True
+        raise LaunchError(
+            "network",
+            f"processes of this host cannot reach one another by {LOCAL_HOST}, and ranks have no "
+            f"other way to meet; bring the loopback interface up: ip link set lo up",
+        ) from None
 
 
 @dataclass(slots=True)
@@ -150,7 +139,7 @@ def _serve_store(descriptor: int) -> object:
     has_libuv = torch.torch_version.TorchVersion("2.8") <= torch.__version__
     try:
         return TCPStore(
-            local_host(),
+            LOCAL_HOST,
             port,
             is_master=True,
             wait_for_workers=False,
@@ -166,12 +155,12 @@ def _serve_store(descriptor: int) -> object:
 def listen(host: str) -> socket.socket:
     """Return a socket that listens on a free port, for clients of an address of this host.
 
-    Unless it is a loopback one, the socket listens on all interfaces. On one host with IPv4 it is
-    an IPv4 one: torch looks up the names of clients, and an address such as `::ffff:127.0.0.1`,
-    which is in no hosts file, costs seconds without a name server.
+    Unless it is `LOCAL_HOST`, the socket listens on all interfaces. That one is IPv4: torch looks
+    up the names of clients, and an address such as `::ffff:127.0.0.1`, which is in no hosts file,
+    costs seconds without a name server.
     """
-    if host in _LOCAL_HOSTS:
-        listening = socket.socket(socket.AF_INET6 if host == LOCAL_HOST_IPV6 else socket.AF_INET)
+    if host == LOCAL_HOST:
+        listening = socket.socket()
         listening.bind((host, 0))
     else:
         listening = socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True)

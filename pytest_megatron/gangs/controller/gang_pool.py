@@ -310,7 +310,6 @@ class GangPool:
         for place, reason in failures:
             report = pytest.CollectReport(place, "failed", reason, [])
             self._config.hook.pytest_collectreport(report=report)
-            _forget_last_failed(self._config, place)
         if not failures or self._config.option.continue_on_collection_errors:
             return
         problem = f"{counted(len(failures), 'error')} during collection of ranks"
@@ -416,13 +415,6 @@ class GangPool:
         # that, pytest searches for garbage five times.
         if any(found.__module__ == "nanobind" for found in type.__subclasses__(type)):
             atexit.register(gc.unfreeze)
-
-
-def _forget_last_failed(config: pytest.Config, place: str) -> None:
-    """Keep `--lf` from waiting for a test at a place that has none, such as `ranks 0-1`."""
-    plugin = config.pluginmanager.get_plugin("lfplugin")
-    if plugin is not None and place.startswith("rank"):
-        plugin.lastfailed.pop(place, None)
 
 
 def has_left(gang: Gang) -> bool:

@@ -13,7 +13,7 @@ import itertools
 import logging
 import os
 import signal
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
@@ -405,7 +405,7 @@ class GangPlugin(RecordCarrier):
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
-        _stop_timers(item)
+        show_no_stacks()
         self._reruns[item], self._not_again[item] = [], None
         try:
             dispatcher.wait_for(item, self._nextitem)
@@ -581,15 +581,3 @@ def _stop_like_rank(end: RunEnd, item: pytest.Item, when: str) -> None:
             code = stop[2] if isinstance(stop[2], int) else None
             raise pytest.exit.Exception(f"{stop[1]} ({where})", code)
         raise KeyboardInterrupt(where)
-
-
-def _stop_timers(item: pytest.Item) -> None:
-    """Cancel timers of the controller, which only waits: ranks have a limit.
-
-    These are `faulthandler_timeout`, which would print the stacks of the controller or end it, and
-    pytest-timeout before 2.0, which has no hook for it.
-    """
-    show_no_stacks()
-    cancel: Callable[[], None] | None = getattr(item, "cancel_timeout", None)
-    if cancel is not None:
-        cancel()

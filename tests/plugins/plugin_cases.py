@@ -184,10 +184,8 @@ def _allure(project: Path, output: str) -> str:
     del output
     results = [json.loads(p.read_text()) for p in (project / "allure").glob("*-result.json")]
     found = sorted((r["name"], r["status"]) for r in results)
-    if found != [("test_fails", "failed"), ("test_it", "passed"), ("test_plain", "passed")]:
-        return f"results {found}"
-    took_ms = [r["stop"] - r["start"] for r in results if r["name"] == "test_it"]
-    return "" if took_ms[0] >= 200 else f"test_it took {took_ms} ms"
+    wanted = [("test_fails", "failed"), ("test_it", "passed"), ("test_plain", "passed")]
+    return "" if found == wanted else f"results {found}"
 
 
 def _snapshots(project: Path, output: str) -> str:
@@ -410,8 +408,8 @@ CASES: tuple[Case, ...] = (
         check=_allure,
         prints=("in part on ranks, as docs/reference/other-plugins.md has it: allure;",),
         verdict="in part",
-        note="One result for a test; steps and attachments that ranks make are left out; captured "
-        "output is not.",
+        note="One result for a test, with name, outcome and output: labels, times, and steps and "
+        "attachments that ranks make are left out. Allure reads JUnit XML as well.",
     ),
     Case(
         requirement="syrupy==7.0.2",

@@ -26,7 +26,6 @@ from pytest_megatron.runs.layout import seed_of_examples
 
 if TYPE_CHECKING:
     from pytest_megatron.gangs.ipc.messages import RankConfig
-    from pytest_megatron.gangs.spec import Merged
 
 
 CONFIGURE_NODE = "pytest_configure_node"
@@ -37,6 +36,7 @@ _CONTROLLER_PLUGINS = (
     "pytest_timeout",
     "pytest_rerunfailures",
     "pytest_cov.plugin",
+    "allure_pytest.listener",
     "__channelexec__",  # name of the worker of pytest-xdist under execnet
 )
 
@@ -201,30 +201,6 @@ def is_of_phases(plugin: object) -> bool:
     )
 
 
-class Allure:
-    """Makes allure's listener write one result for a test, from the merged reports."""
-
-    def __init__(self, config: pytest.Config) -> None:
-        self._manager = config.pluginmanager
-        self.listener: object = self._manager.get_plugin(_ALLURE)
-        self._others = [p for p in self._manager.get_plugins() if p is not self.listener]
-
-    def follow(self, name: str, **arguments: object) -> None:
-        """Call allure's hook of a phase that ran in ranks."""
-        if self.listener is not None:
-            self._manager.subset_hook_caller(f"pytest_runtest_{name}", self._others)(**arguments)
-
-    def set_times(self, item: pytest.Item, merged: Merged) -> None:
-        """Set the times of the call in place of those of its replay."""
-        logger = getattr(self.listener, "allure_logger", None)
-        cache = getattr(self.listener, "_cache", None)
-        if merged.when != "call" or not merged.start or logger is None or cache is None:
-            return
-        result = logger.get_test(cache.get(item.nodeid))
-        if result is not None:
-            result.start, result.stop = int(merged.start * 1000), int(merged.stop * 1000)
-
-
 def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
     """Refuse pytest-forked for tests on gangs: it would fork the controller.
 
@@ -256,7 +232,6 @@ def leave_to_controller(config: pytest.Config) -> None:
     listener = config.pluginmanager.get_plugin(_ALLURE)
     commons = sys.modules.get("allure_commons")
     if listener is not None and commons is not None:
-        config.pluginmanager.unregister(listener)
         manager = commons.plugin_manager
         manager.unregister(plugin=listener)
         config.add_cleanup(lambda: manager.register(listener))  # allure unregisters it at the end

@@ -26,7 +26,6 @@ from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.controller.dispatcher import Dispatcher
 from pytest_megatron.gangs.controller.gang_pool import GangPool
 from pytest_megatron.gangs.controller.other_plugins import (
-    Allure,
     is_of_controller,
     is_of_phases,
     keep_unused_snapshots,
@@ -424,7 +423,6 @@ class GangPlugin(RecordCarrier):
         end = dispatcher.ended[item]
         warn_again(self._config, end)
         self._print(end)
-        self._allure.follow("setup", item=item)
         _stop_like_rank(end, item, "setup")
 
     def _cause_to_rerun(self, item: pytest.Item) -> Signature | None:
@@ -451,10 +449,7 @@ class GangPlugin(RecordCarrier):
         """Report the subtests, which precede the report of the test."""
         end = self._open_dispatcher.ended[item]
         _stop_like_rank(end, item, "call")
-        self._allure.follow("call", item=item)
-        *subtests, merged_call = [m for m in end.merged if m.when == "call"]
-        self._allure.set_times(item, merged_call)
-        for merged in subtests:
+        for merged in [m for m in end.merged if m.when == "call"][:-1]:  # the last is its own
             report = build_report(item, merged)
             if report.failed:
                 count_failed_subtest(item)
@@ -466,7 +461,6 @@ class GangPlugin(RecordCarrier):
         _stop_like_rank(end, item, "teardown")
         self._print(end, is_late=True)
         item.session._setupstate.teardown_exact(nextitem)
-        self._allure.follow("teardown", item=item, nextitem=nextitem)
 
     def report_phase(self, item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport:
         """Pass the report of a phase to plugins that did not see it in the ranks."""
@@ -502,8 +496,7 @@ class GangPlugin(RecordCarrier):
     def _had_part(self, plugin: object) -> bool:
         """Return whether a plugin contributed to a report in the ranks, where it saw the phases."""
         is_ours = module_of(plugin).startswith(("_pytest.", "pytest_megatron."))
-        is_here = is_ours or is_of_controller(plugin) or plugin is self._allure.listener
-        return not is_here and is_of_phases(plugin)
+        return not (is_ours or is_of_controller(plugin)) and is_of_phases(plugin)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_makereport(
@@ -525,10 +518,6 @@ class GangPlugin(RecordCarrier):
         return True if self.is_ours(item) else None
 
     # Helpers
-
-    @functools.cached_property
-    def _allure(self) -> Allure:
-        return Allure(self._config)
 
     @functools.cached_property
     def _make_report(self) -> pluggy.HookCaller:

@@ -159,8 +159,8 @@ def prepare(session: pytest.Session) -> RankPlugin:
         capture._method = "no"
         capture.start_global_capturing()
     open_standard_descriptors()  # pytest does not open closed ones
-    _drop_controller_plugins(config)
     leave_to_controller(config)
+    _drop_controller_plugins(config)
     manager = config.pluginmanager
     config.option.maxfail = 0
     reporter = manager.get_plugin("terminalreporter")

@@ -421,26 +421,6 @@ def test_snapshots_of_ranks_are_written_and_kept(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "snapshots.json").read_text()) == expected
 
 
-def test_what_others_lack_is_said_under_xdist_as_well(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
-        benchmark="""
-            import pytest
-
-            def pytest_addoption(parser):
-                parser.addoption("--benchmark-json")
-
-            @pytest.fixture
-            def benchmark():
-                return lambda run: run()
-            """,
-        test_a="def test_a(benchmark, rank): assert benchmark(lambda: rank) == rank",
-    )
-    run = suite.run("-p", "benchmark", "--ranks=1", "-n1", "--benchmark-json=b.json")
-    assert run.summary == "1 passed"
-    line = "in part on ranks, as docs/reference/other-plugins.md has it: pytest-benchmark;"
-    assert run.stdout.count(line) == 1
-
-
 def test_dist_without_workers_is_no_distribution(tmp_path: Path) -> None:
     """A project may choose how `-n` distributes, whether or not it is given."""
     suite = Suite(tmp_path).write(test_two="def test_two(world_size): assert world_size == 2")

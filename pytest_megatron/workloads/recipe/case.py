@@ -28,12 +28,10 @@ from pytest_megatron.base.schema import (
     ExpectedError,
     Pattern,
     Positive,
-    SchemaError,
     Text,
     closed,
     matches,
     read,
-    validate,
 )
 from pytest_megatron.base.yaml import YamlDocument, read_document, read_yaml
 from pytest_megatron.errors import CaseError
@@ -137,11 +135,6 @@ _NUMBERED = re.compile(_NUMBERED_NAME).fullmatch
 _ONE_START = ("frozen-start", "regular")
 _MANY_STARTS = ("checkpoint-consistency", "ckpt-resume", "frozen-resume", "release")
 _PHASES = {"ckpt-resume": 2, "frozen-resume": 2}
-_RULES = {  # pydantic's name of an error -> ours
-    "enum": "case-unknown-word",
-    "missing": "case-unknown-word",
-    "unexpected_keyword_argument": "case-unknown-key",
-}
 DEFAULT_TRAIN_ITERS = 100
 LIGHTWEIGHT_ITERS = 4
 LIGHTWEIGHT_SAVE_INTERVAL = 2
@@ -287,19 +280,16 @@ def json_schema() -> dict[str, JsonValue]:
 
 
 def check_case(document: YamlDocument) -> tuple[WorkloadCase | None, tuple[Finding, ...]]:
-    """Return a test case, None where it has an error, and all that is wrong with it."""
-    case, found = None, list[Finding]()
+    """Return a test case, None where it has an error, and what is wrong with it."""
     try:
         case = parse_case(document)
     except CaseError as error:
-        found += _schema_findings(document)
-        found += phase_problems(document)
-        if not found:
-            line, message = int(error.where.rpartition(":")[2]), error.problem
-            found.append(Finding(file=document.file, line=line, rule="case-void", message=message))
+        line = int(error.where.rpartition(":")[2])
+        found = Finding(file=document.file, line=line, rule="case", message=error.problem)
+        return None, (found,)
     if (void := find_no_resume(document.value)) is not None:
-        found.append(finding_at(document, ("TEST_TYPE",), "case-void", void))
-    return case, tuple(found)
+        return case, (finding_at(document, ("TEST_TYPE",), "case", void),)
+    return case, ()
 
 
 def sound_case(document: YamlDocument) -> WorkloadCase | None:
@@ -316,35 +306,21 @@ def _parts_of(document: YamlDocument) -> tuple[dict[str, JsonValue], dict[str, J
     return numbered, {k: v for k, v in document.value.items() if k not in numbered}
 
 
-def _schema_findings(document: YamlDocument) -> Iterator[Finding]:
-    """Yield everything in a case that the schema forbids."""
-    numbered, others = _parts_of(document)
-    for kind, part in ((CaseFile, others), (_NUMBERED_ARGS, numbered)):
-        try:
-            validate(kind, part)
-        except SchemaError as error:
-            for problem in error.problems:
-                rule = _RULES.get(problem.kind, "case-type")
-                yield finding_at(document, problem.path, rule, problem.message)
-
-
-def phase_problems(document: YamlDocument) -> Iterator[Finding]:
-    """Yield the settings of a case that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
+def _refuse_void(document: YamlDocument) -> None:
+    """Refuse a setting of a case that its TEST_TYPE, MODE or TEST_EVALUATION makes void."""
     value = document.value
     test_type, mode = value.get("TEST_TYPE"), value.get("MODE", "pretraining")
-    if test_type not in (*_ONE_START, *_MANY_STARTS):
-        return  # that is what has to be said first
     if mode in ("inference", "rl") and test_type in _MANY_STARTS:
         message = f"TEST_TYPE {test_type} does not go with MODE {mode}, expected one of "
         message += ", ".join(_ONE_START)
-        yield finding_at(document, ("TEST_TYPE",), "case-void", message)
+        raise CaseError(document.where(("TEST_TYPE",)), message)
     for key in value:
         found = _NUMBERED(key)
         if found is None or test_type == "checkpoint-consistency":
             continue
         if not 1 < int(found[1]) <= _PHASES.get(str(test_type), 1):
             message = f"TEST_TYPE {test_type} never runs with {key}; remove it, or change TEST_TYPE"
-            yield finding_at(document, (key,), "case-void", message)
+            raise CaseError(document.where((key,)), message)
     needs = {
         "EXPECTED_FAILURE": (value.get("TEST_EVALUATION") == "xpass", "TEST_EVALUATION: xpass"),
         "GRADIENT_TOLERANCE": (
@@ -355,7 +331,7 @@ def phase_problems(document: YamlDocument) -> Iterator[Finding]:
     for key, (is_read, what) in needs.items():
         if key in value and not is_read:
             message = f"{key} is read only with {what}; remove it, or add that"
-            yield finding_at(document, (key,), "case-void", message)
+            raise CaseError(document.where((key,)), message)
 
 
 def find_no_resume(case: Mapping[str, JsonValue]) -> str | None:
@@ -516,11 +492,6 @@ class WorkloadCase:
         return self.is_compared and self.evaluation is Evaluation.PASS
 
     @property
-    def is_frozen(self) -> bool:
-        """True if a run starts from a checkpoint that was made before."""
-        return self.test_type in (TestType.FROZEN_RESUME, TestType.FROZEN_START)
-
-    @property
     def compared_end(self) -> int | None:
         """The step at which a training that is compared ends; None where that is not given."""
         if self.last_step is not None or not self.needs_golden:
@@ -555,8 +526,7 @@ def parse_case(document: YamlDocument) -> WorkloadCase:
     numbered, others = _parts_of(document)
     file = read(CaseFile, document, CaseError, others)
     read(_NUMBERED_ARGS, document, CaseError, numbered)
-    for finding in phase_problems(document):
-        raise CaseError(finding.where, finding.message)
+    _refuse_void(document)
     reader = _CaseReader(document)
     return WorkloadCase(
         path=document.file,

@@ -90,8 +90,6 @@ def _check_rows(
             continue
         if case.needs_golden:
             yield from check_golden(workload, root, other_names)
-        if case.is_frozen:
-            yield from _check_checkpoint(workload, root)
         yield from check(workload, case)
 
 
@@ -150,24 +148,6 @@ def check_golden(
             f"{workload.platform}, expected {places[0]}; run it with --golden record",
             Severity.ERROR if workload.disabled_reason is None else Severity.WARNING,
         )
-
-
-def _check_checkpoint(workload: Workload, root: Path) -> Iterator[Finding]:
-    """Yield the frozen checkpoint that a row does not name, or that the project lacks.
-
-    An absolute path may be one of the machines that train.
-    """
-    named = workload.checkpoint_load_path
-    if named is None:
-        message = (
-            f"{workload.test_case!r} starts from a frozen checkpoint; add checkpoint_load_path"
-        )
-        yield _row_finding(workload, "missing-checkpoint", message)
-        return
-    path = Path(workload.render(named))
-    if not path.is_absolute() and not (root / path).exists():
-        message = f"{workload.test_case!r} starts from {path}, which is not there; add it"
-        yield _row_finding(workload, "missing-checkpoint", message)
 
 
 def _row_finding(

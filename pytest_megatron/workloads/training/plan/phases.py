@@ -542,13 +542,9 @@ def substitute(text: str, env: Mapping[str, str], *, where: str) -> str:
     return _REFERENCE.sub(value_of, text)
 
 
-def references(text: str) -> dict[str, bool]:
-    """Return the variables that `text` refers to -> whether each reference has a default."""
-    found: dict[str, bool] = {}
-    for match in _REFERENCE.finditer(text):
-        name = match["braced"] or match["bare"]
-        found[name] = found.get(name, True) and match["default"] is not None
-    return found
+def references(text: str) -> set[str]:
+    """Return the variables that `text` refers to."""
+    return {match["braced"] or match["bare"] for match in _REFERENCE.finditer(text)}
 
 
 def unquote(text: str, *, where: str) -> str:

@@ -321,12 +321,6 @@ NCCL_DEFAULTS: Mapping[str, str] = {
     "NCCL_TUNER_PLUGIN": "",
     "TORCH_NCCL_AVOID_RECORD_STREAMS": "1",
 }
-# What a plan sets in each phase, and a `model_config.yaml` may refer to; DATA_PATH may be unset.
-VARIABLES = (
-    *("CHECKPOINT_LOAD_PATH", "CHECKPOINT_SAVE_PATH", "DATA_CACHE_PATH", "DATA_PATH"),
-    *("INFERENCE_OUTPUT_PATH", "LOG_DIR", "OUTPUT_PATH", "PYTEST_MEGATRON_METRICS"),
-    *("PYTHONFAULTHANDLER", "PYTHONUNBUFFERED", "REPEAT", "RUN_NUMBER", "TENSORBOARD_PATH"),
-)
 # Where torch's flight recorder dumps to. Releases from 2.10 on have new names beside these.
 # Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp and FlightRecorder.hpp, v2.6 and v2.13.
 FLIGHT_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
@@ -688,8 +682,7 @@ def _filled_in(case: WorkloadCase, start: PhaseStart, known: Mapping[str, str]) 
     """
     own = {**case.env, **start.variant.env}
     needed = {
-        name: (references(text).keys() & own.keys()) - known.keys() - {name}
-        for name, text in own.items()
+        name: (references(text) & own.keys()) - known.keys() - {name} for name, text in own.items()
     }
     filled: dict[str, str] = {}
     try:

@@ -185,9 +185,6 @@ class ExitPolicy(Enum):
     WAIT = "wait"  # until the time limit
 
 
-NO_STOP = "none"
-
-
 def _check_line(line: str) -> str:
     """Refuse a line that no shell could split."""
     try:
@@ -200,8 +197,8 @@ def _check_line(line: str) -> str:
 Line: TypeAlias = Annotated[Text, Checked(_check_line)]
 Stop: TypeAlias = Annotated[
     Line,
-    matches(r".*\{steps\}.*|none", "none, or words with {steps} in them: --max_steps={steps}"),
-    About("Words that have the program train {steps} steps, or none if there are no such."),
+    matches(r".*\{steps\}.*", "words with {steps} in them: --max_steps={steps}"),
+    About("Words that have the program train {steps} steps."),
 ]
 
 
@@ -388,8 +385,7 @@ class WorkloadCase:
         gradient_tolerance: GRADIENT_TOLERANCE, or None for that of the precision.
         env_lines: Where the names of `env` stand in the file, from 1.
         last_step: The last step of the metrics, where no argument says so; None without it.
-        stop: Words that have the program train `{steps}` steps; `none` where there are no such,
-            None where that is not known.
+        stop: Words that have the program train `{steps}` steps; None where that is not known.
         resume: How the program saves and resumes, or None for Megatron-LM's way.
     """
 

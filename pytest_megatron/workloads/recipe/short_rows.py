@@ -101,7 +101,6 @@ class ShortRow(RowSettings):
         ]
     ]
     deterministic: NotRequired[Annotated[bool, About("Whether two runs are equal; true.")]]
-    test_type: NotRequired[Literal["regular", "ckpt-resume"]]
     exit_policy: NotRequired[ExitPolicy]
     platforms: NotRequired[Annotated[_Words, About("Such as cpu, which it is by default.")]]
     environment: NotRequired[Annotated[_Words, About("dev by default.")]]
@@ -253,7 +252,7 @@ class _ShortReader:
             varies = "NON_DETERMINSTIC_RESULTS"
             env[varies], lines[varies] = "1", self._line("deterministic")
         keys: list[tuple[str, str, JsonValue]] = [  # of the case, of the row, the value
-            ("TEST_TYPE", "test_type", self._test_type()),
+            ("TEST_TYPE", "resume", "ckpt-resume" if "resume" in row else "regular"),
             ("ENV_VARS", "env", cast("JsonValue", env)),
             *((key, name, row[name]) for name, key in _OF_CASE.items() if name in row),
         ]
@@ -267,20 +266,6 @@ class _ShortReader:
         places = {key: self._line(name) for key, name, _ in keys}
         value = {key: one for key, _, one in keys}
         return self._document.rearranged(value, {"": places, "ENV_VARS": lines})
-
-    def _test_type(self) -> str:
-        """Return the test type of the row, which `resume` decides."""
-        named, has_resume = self.row.get("test_type"), "resume" in self.row
-        if named == "regular" and has_resume:
-            raise _KeyMisfitError("resume", "test_type is regular, which never resumes; remove one")
-        if named == "ckpt-resume" and not has_resume:
-            example = '{save: "--out {dir}", load: "--resume {dir}", at: 10}'
-            raise _KeyMisfitError(
-                "test_type",
-                f"is ckpt-resume, and nothing says how the program saves and loads, expected "
-                f"resume beside it; add resume: {example}",
-            )
-        return "ckpt-resume" if has_resume else "regular"
 
     def _words(self) -> tuple[str, ...]:
         """Return the words of the command."""

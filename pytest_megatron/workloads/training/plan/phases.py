@@ -29,7 +29,6 @@ from pytest_megatron.workloads.recipe.case import (
     LIGHTWEIGHT_ITERS,
     LIGHTWEIGHT_NEMO_STEPS,
     LIGHTWEIGHT_SAVE_INTERVAL,
-    NO_STOP,
     PP,
     TP,
     Argument,
@@ -191,11 +190,11 @@ def require_stop(workload: Workload, case: WorkloadCase, option: str) -> None:
     """
     is_short, arguments = workload.own_case is not None, case.arguments
     is_known = takes_exit_interval(workload, arguments) or _short_key(workload, arguments)
-    if case.stop == NO_STOP or (case.stop is None and not is_known):
+    if case.stop is None and not is_known:
         raise CaseError(
             workload.where if is_short else str(case.path),
-            f"{option} gives a program fewer steps, and {workload.test_case!r} has "
-            f"{'no stop' if case.stop is None else 'stop: none'}, nothing was run; add "
+            f"{option} gives a program fewer steps, and {workload.test_case!r} has no stop, "
+            f"nothing was run; add "
             f"{'stop' if is_short else 'STOP'}: '--max_steps={{steps}}', as the program takes it, "
             f"or run it without {option}",
         )

@@ -77,10 +77,6 @@ class PhaseDirs:
         found = _NODE(path.relative_to(self.logs).parts[0])
         return 0 if found is None else int(found[1]) * ranks_per_node
 
-    def flight_dumps(self) -> list[Path]:
-        """Return the dumps that are there."""
-        return sorted(self.flight.glob(f"{FLIGHT_PREFIX}*"))
-
     def script(self, name: str) -> Path:
         """A script of the case, `before` or `after` the training; `.log` is its output."""
         return self.root / f"{name}_script.sh"

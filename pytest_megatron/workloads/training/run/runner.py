@@ -338,14 +338,11 @@ _READ_EVERY_S = 2.0
 _READ_SHARE = 0.02  # of the time, at most, to read what was measured so far
 STOP_GRACE_S = 10.0  # for the agent to end its ranks
 _STACKS_S = 3.0  # for aborted ranks to print their stacks
-_WATCHDOG_GRACE_S = 5.0  # for the other ranks to say which collective they wait in
+_WATCHDOG_GRACE_S = 5.0  # for all ranks to say which collective they wait in, and to dump
 _EXIT_LOOK_S = 3.0
 _EXIT_GRACE_S = 30.0  # without any work, for a program that has nothing left to do but exit
 _IDLE_SHARE = 0.02  # of a core for each process: threads of torch and NCCL poll
 _IDLE_BYTES = 1 << 16  # between two looks
-_DUMPS_S = 10.0  # for what the ranks' flight recorders dump, where they are on
-_QUIET_S = 1.0  # dumps of all ranks that did not grow for so long are whole
-_QUIET_ALONE_S = 3.0  # after that, the other ranks will not dump any more
 
 
 # Starts the program of a phase in a directory.
@@ -629,7 +626,7 @@ def _train(
             _tell(listener, phase, watch, measured)
             outlived = watch.outlived
             hung_at = hung_at or (0.0 if watch.hung_rank is None else time.monotonic())
-            if hung_at and _has_said_all(phase, plan.world_size, time.monotonic() - hung_at):
+            if hung_at and time.monotonic() - hung_at >= _WATCHDOG_GRACE_S:
                 deadline = 0.0
             if time.monotonic() >= deadline:
                 end = End.TIME_LIMIT if watch.hung_rank is None else End.HUNG_COLLECTIVE
@@ -830,16 +827,6 @@ def _tell(
     measured.look(watch, is_ended=is_ended)
     if watch.progress is not None and watch.progress != before:
         listener.on_progress(phase.name, watch.progress)
-
-
-def _has_said_all(phase: PhasePlan, world_size: int, waited_s: float) -> bool:
-    """Return if the ranks had their time to report stacks, once a watchdog reported."""
-    if not phase.dirs.flight.is_dir():
-        return waited_s >= _WATCHDOG_GRACE_S
-    changed = [path.stat().st_mtime for path in phase.dirs.flight_dumps()]
-    quiet_s = time.time() - max(changed, default=float("inf"))
-    needed_s = _QUIET_S if len(changed) >= world_size else _QUIET_ALONE_S
-    return quiet_s >= needed_s or waited_s >= _DUMPS_S
 
 
 def start_here(phase: PhasePlan, cwd: Path, kept_open: Sequence[int] = ()) -> GuardedProcess:

@@ -69,7 +69,7 @@ def test_an_uncorrected_error_is_the_cause_of_a_training_that_was_stopped_for_it
     assert (first["signature"], first["is_transient"]) == ("ecc_dbe", True)
 
 
-def test_a_hang_that_no_teed_rank_reports_ends_once_every_rank_has_dumped(run: Run) -> None:
+def test_a_hang_that_no_teed_rank_reports_ends_after_every_rank_has_dumped(run: Run) -> None:
     assert run.verdict("hang") == ("FAILED", "failed")
     problem = run.problem("hang")
     assert "of 2 waited for a collective that did not finish, after iteration 1 of 10" in problem

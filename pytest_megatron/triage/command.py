@@ -10,7 +10,6 @@ import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, echo_json, format_option
 from pytest_megatron.base.project import load_config
-from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import counted, listed, printable
 from pytest_megatron.triage.api import FailureGroup, Triage, Unclear, triage
 from pytest_megatron.triage.signatures import check_rules, load_table
@@ -27,18 +26,6 @@ def as_text(found: Triage) -> str:
         lines = [f"nothing failed in {_launches(found.num_units)}"]
         return "\n".join([*lines, *_notes(found)])
     return "\n\n".join([*blocks, *_notes(found)])
-
-
-def as_markdown(found: Triage) -> str:
-    """Return the same for a pull request or a step summary."""
-    page = render(
-        "triage.md",
-        groups=[(group.first, _advice(group), _also(group)) for group in found.groups],
-        unclear=found.unclear[:_MOST_LISTED],
-        notes=_notes(found),
-        launches=_launches(found.num_units),
-    )
-    return page.rstrip()
 
 
 def _text_block(group: FailureGroup) -> Iterator[str]:
@@ -95,7 +82,7 @@ CHECK = "check-rules"
 
 @click.command(name="triage")
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True, type=PATH)
-@format_option("text", "json", "markdown")
+@format_option("text", "json")
 @click.option(
     "--signatures",
     "files",
@@ -120,7 +107,7 @@ def command(*, paths: tuple[Path, ...], form: str, files: tuple[Path, ...]) -> N
     if form == "json":
         echo_json(found.as_json())
     else:
-        click.echo(printable(as_text(found) if form == "text" else as_markdown(found)))
+        click.echo(printable(as_text(found)))
     sys.exit(EXIT_FAILED if found.groups else EXIT_UNKNOWN if found.unclear else 0)
 
 

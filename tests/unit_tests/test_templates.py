@@ -69,7 +69,6 @@ ITEM = {
 JOB = {"name": EVIL, "verdict": "failed", "counts": EVIL, "artifact": EVIL}
 GROUP = [ITEM] * 9
 SUMMARY = {"verdict": "failed", "headline": EVIL, "fetch": EVIL}
-EVIDENCE = {"file": EVIL, "line": 7, "text": EVIL}
 PAGES: Mapping[str, Mapping[str, object]] = {
     "page.html": FRAME,
     "item_page.html": {
@@ -163,26 +162,6 @@ PAGES: Mapping[str, Mapping[str, object]] = {
         "columns": tuple("tuvwxyz"),
         "rows": [(EVIL, {"metric": EVIL, "is_outside": True}, ["1 -> 2", *"bcde"])],
         "files": [("New", [EVIL])],
-    },
-    "triage.md": {
-        "groups": [
-            (
-                {
-                    "family": EVIL,
-                    "signature": EVIL,
-                    "transient": True,
-                    "text": EVIL,
-                    "evidence": [EVIDENCE],
-                    "reason": EVIL,
-                    "next": EVIL,
-                },
-                EVIL,
-                EVIL,
-            )
-        ],
-        "unclear": [{"unit": EVIL, "text": EVIL, "last_words": [EVIDENCE]}],
-        "notes": [EVIL],
-        "launches": EVIL,
     },
 }
 MACROS: dict[str, tuple[object, ...]] = {

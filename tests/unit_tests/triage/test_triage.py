@@ -85,14 +85,6 @@ def test_json_has_what_scripts_ask_for() -> None:
     assert [group["units"] for group in found["failures"]] == [["job.log"]]
 
 
-def test_markdown_of_what_a_program_said_is_no_markup() -> None:
-    write_log("ValueError: <b>*x*</b> | `y`")
-    lines = run("job.log", "--format", "markdown").output.splitlines()
-    assert lines[0] == "### exception (not transient)"
-    assert "\\<b\\>\\*x\\*\\</b\\> \\| \\`y\\`" in lines[2]
-    assert lines[4] == "- `job.log:4`: `` ValueError: <b>*x*</b> | `y` ``"
-
-
 def test_several_failures_are_told_once_for_each_cause() -> None:
     write_log("ValueError: bad batch", "a.log")
     write_log("ValueError: bad batch", "b.log")
@@ -103,7 +95,7 @@ def test_several_failures_are_told_once_for_each_cause() -> None:
     assert "raised KeyError: 'x'" in output
 
 
-@pytest.mark.parametrize("style", ["text", "json", "markdown"])
+@pytest.mark.parametrize("style", ["text", "json"])
 def test_a_sound_run_is_exit_code_0(style: str) -> None:
     Path("job.log").write_text("=========== 12 passed, 1 skipped in 3.02s ===========\n")
     result = run("job.log", "--format", style)
@@ -129,7 +121,6 @@ def test_neither_a_failure_nor_a_good_end_is_exit_code_3_with_what_was_read() ->
     keys = ("failed", "family", "signature", "transient", "failures")
     assert [found[key] for key in keys] == [None, "unknown", "unknown", False, []]
     assert found["unclear"][0]["num_bytes"] == 20
-    assert "### unknown: `job.log`" in run("job.log", "--format", "markdown").output
 
 
 def test_terminal_escapes_of_a_log_are_written_out() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import select
 import subprocess
 import sys
@@ -25,7 +24,8 @@ from pytest_megatron.gpu.host import Gpu
 
 # Xid -> signature, meaning. These are the hardware's, whatever program ran.
 # Left out on purpose: 13, 31 (the program's own accesses), 43, 45 (a program that was ended).
-# 144 to 150: units of NVLink 5; only the kernel's text has the severity, NVML has the number alone.
+# 144 to 150: units of NVLink 5; the kernel's log has the severity, NVML has the number alone, and
+# so they count in logs only.
 HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
     48: ("ecc_dbe", "an ECC error that could not be corrected"),
     64: ("row_remap_failed", "a row that could not be remapped"),
@@ -44,7 +44,6 @@ HARDWARE_XIDS: Mapping[int, tuple[str, str]] = {
     150: ("nvlink", "a fatal NVLink error (MSE)"),
 }
 _GRADED_XIDS = range(144, 151)
-_FATAL = re.compile(r"\): \d+, \w+ Fatal\b")
 FOREIGN_SHARE = 0.05  # of a GPU's memory; less than that does not explain an OOM
 # Bits of NVML's clocks event reasons that a person wants to know of.
 THROTTLES: Mapping[int, str] = {
@@ -74,28 +73,16 @@ class GpuState:
     Attributes:
         uuid: NVML's name for exactly this device.
         ecc_volatile_corrected: Errors since the driver was loaded; `aggregate` is for life.
-        retired_single_bit: Pages retired, on GPUs before A100.
-        remapped_uncorrectable: Rows remapped, from A100 on.
         is_remap_pending: Whether a reset is due.
         throttles: Why its clocks are low, for causes that are no idling.
     """
 
     uuid: str
     index: int | None = None
-    name: str | None = None
-    bus_id: str | None = None
-    temperature_c: int | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
     throttles: tuple[str, ...] | None = None
     ecc_volatile_corrected: int | None = None
     ecc_volatile_uncorrected: int | None = None
-    ecc_aggregate_corrected: int | None = None
     ecc_aggregate_uncorrected: int | None = None
-    retired_single_bit: int | None = None
-    retired_double_bit: int | None = None
-    remapped_correctable: int | None = None
-    remapped_uncorrectable: int | None = None
     is_remap_pending: bool | None = None
     has_remap_failed: bool | None = None
     memory_used_bytes: int | None = None
@@ -113,22 +100,17 @@ class Xid:
     """An error that the driver reported while an attempt ran.
 
     Attributes:
-        gpu: UUID, or None where the report names none of ours.
+        gpu: UUID.
         xid: Number of the Xid.
-        source: `nvml`, or `kernel` for the kernel's log.
-        text: Text of the kernel; empty from NVML.
     """
 
-    gpu: str | None
+    gpu: str
     xid: int
-    source: str
-    text: str = ""
 
     @property
     def is_hardware_fault(self) -> bool:
-        """True if the hardware failed; a graded Xid counts if the kernel calls it fatal."""
-        is_grave = self.xid not in _GRADED_XIDS or _FATAL.search(self.text) is not None
-        return self.xid in HARDWARE_XIDS and is_grave
+        """True if the hardware failed."""
+        return self.xid in HARDWARE_XIDS and self.xid not in _GRADED_XIDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,18 +193,11 @@ def merge_health(found: Iterable[Health | None]) -> Health | None:
 def _xid_faults(xids: Sequence[Xid], states: Sequence[GpuState]) -> Iterator[Fault]:
     """Yield faults that the driver reported."""
     labels = {state.uuid: state.label for state in states}
-    seen: set[tuple[str | None, int]] = set()
-    for xid in xids:  # NVML and the kernel tell of the same one
-        if not xid.is_hardware_fault or (xid.gpu, xid.xid) in seen:
-            continue
-        seen.add((xid.gpu, xid.xid))
-        signature, meaning = HARDWARE_XIDS[xid.xid]
-        who = labels.get(xid.gpu or "", xid.gpu or "a GPU")
-        yield Fault(
-            gpu=xid.gpu,
-            signature=signature,
-            text=f"{who} reported Xid {xid.xid}, {meaning}",
-        )
+    for xid in dict.fromkeys(xids):
+        if xid.is_hardware_fault:
+            signature, meaning = HARDWARE_XIDS[xid.xid]
+            text = f"{labels.get(xid.gpu, xid.gpu)} reported Xid {xid.xid}, {meaning}"
+            yield Fault(gpu=xid.gpu, signature=signature, text=text)
 
 
 def xid_pattern(signature: str) -> str:

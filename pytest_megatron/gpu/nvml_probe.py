@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import re
 import select
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from types import ModuleType
 from typing import TypeVar
@@ -25,10 +23,6 @@ from pytest_megatron.gpu.health import THROTTLES, GpuProcess, GpuState, Xid
 _Value = TypeVar("_Value")
 _POLL_MS = 200
 _MOST_LATE = 100  # events; a GPU that fails can report without end
-_KERNEL_LOG = "/dev/kmsg"
-_RECORD_BYTES = 8192  # the kernel gives one record a read, of this size at most
-# Source: NVIDIA's Xid documentation: `NVRM: Xid (PCI:0000:1b:00): 79, pid=..., ...`.
-_XID = re.compile(r"NVRM: Xid \(PCI:(?P<bus>[0-9a-fA-F:.]+)\): (?P<number>\d+)(?P<text>.*)")
 
 
 def main() -> None:
@@ -41,14 +35,11 @@ def main() -> None:
     except pynvml.NVMLError as error:
         _say({"gpus": [], "problem": f"NVML: {error}"})
         return
-    with _kernel_log() as kernel:
-        events = _register(pynvml, uuids)
-        states = _states(pynvml, uuids)
-        _say({"gpus": [asdict(state) for state in states]})
-        xids = list(_wait_for_end(pynvml, events))
-        xids += _kernel_xids(kernel, {s.bus_id: s.uuid for s in states if s.bus_id is not None})
-        after = [asdict(state) for state in _states(pynvml, uuids)]
-        _say({"gpus": list[JsonValue](after), "xids": [asdict(xid) for xid in xids]})
+    events = _register(pynvml, uuids)
+    _say({"gpus": [asdict(state) for state in _states(pynvml, uuids)]})
+    xids = [asdict(xid) for xid in _wait_for_end(pynvml, events)]
+    after = [asdict(state) for state in _states(pynvml, uuids)]
+    _say({"gpus": list[JsonValue](after), "xids": list[JsonValue](xids)})
 
 
 def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
@@ -68,28 +59,15 @@ def read_state(nvml: ModuleType, uuid: str) -> GpuState | None:
     def ecc(kind: int, counter: int) -> int | None:
         return ask(lambda: int(nvml.nvmlDeviceGetTotalEccErrors(handle, kind, counter)))
 
-    def retired(cause: int) -> int | None:
-        return ask(lambda: len(nvml.nvmlDeviceGetRetiredPages(handle, cause)))
-
     memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
     rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(handle)) or (None,) * 4
     return GpuState(
         uuid=uuid,
         index=ask(lambda: int(nvml.nvmlDeviceGetIndex(handle))),
-        name=ask(lambda: _text(nvml.nvmlDeviceGetName(handle))),
-        bus_id=ask(lambda: _text(nvml.nvmlDeviceGetPciInfo(handle).busId)),
-        temperature_c=ask(lambda: int(nvml.nvmlDeviceGetTemperature(handle, 0))),
-        sm_clock_mhz=ask(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))),
-        memory_clock_mhz=ask(lambda: int(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM))),
         throttles=ask(lambda: _throttles(nvml, handle)),
         ecc_volatile_corrected=ecc(0, 0),
         ecc_volatile_uncorrected=ecc(1, 0),
-        ecc_aggregate_corrected=ecc(0, 1),
         ecc_aggregate_uncorrected=ecc(1, 1),
-        retired_single_bit=retired(0),
-        retired_double_bit=retired(1),
-        remapped_correctable=rows[0],
-        remapped_uncorrectable=rows[1],
         is_remap_pending=None if rows[2] is None else bool(rows[2]),
         has_remap_failed=None if rows[3] is None else bool(rows[3]),
         memory_used_bytes=None if memory is None else int(memory.used),
@@ -152,52 +130,7 @@ def _next_xid(nvml: ModuleType, events: object) -> Iterator[Xid]:
     except nvml.NVMLError:  # a GPU that is lost; do not ask again at once
         select.select([sys.stdin], [], [], _POLL_MS / 1000)
         return
-    yield Xid(gpu=uuid, xid=int(data.eventData), source="nvml")
-
-
-@contextlib.contextmanager
-def _kernel_log() -> Iterator[int | None]:
-    """Open the kernel's log at its end; None where we may not read it."""
-    try:
-        descriptor = os.open(_KERNEL_LOG, os.O_RDONLY | os.O_NONBLOCK)
-    except OSError:
-        yield None
-        return
-    try:
-        os.lseek(descriptor, 0, os.SEEK_END)
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _kernel_xids(descriptor: int | None, uuids: Mapping[str, str]) -> Iterator[Xid]:
-    """Yield the Xids that the kernel logged since it was opened."""
-    while descriptor is not None:
-        try:
-            record = os.read(descriptor, _RECORD_BYTES).decode(errors="replace")
-        except BrokenPipeError:
-            continue  # records that we had not read were overwritten
-        except OSError:  # there are no more
-            return
-        if (xid := parse_xid(record, uuids)) is not None:
-            yield xid
-
-
-def parse_xid(record: str, uuids: Mapping[str, str]) -> Xid | None:
-    """Read a line of the kernel's log; None where it is no Xid of these GPUs.
-
-    Args:
-        record: The line.
-        uuids: Bus id as NVML has it, `00000000:1B:00.0`, -> GPU.
-    """
-    match = _XID.search(record)
-    if match is None:
-        return None
-    for bus_id, uuid in uuids.items():
-        if bus_id.lower().partition(".")[0].endswith(match["bus"].lower().partition(".")[0]):
-            text = match[0].partition("\n")[0]
-            return Xid(gpu=uuid, xid=int(match["number"]), source="kernel", text=text)
-    return None
+    yield Xid(gpu=uuid, xid=int(data.eventData))
 
 
 def _text(value: str | bytes) -> str:

@@ -15,7 +15,6 @@ import pytest
 from pytest_megatron.base.files import JsonValue, write_json_atomically
 from pytest_megatron.gpu.health import GpuProcess, GpuState, Health, HealthWatch, Xid
 from pytest_megatron.gpu.host import Gpu, this_host
-from pytest_megatron.gpu.nvml_probe import parse_xid
 
 Watchers: TypeAlias = Callable[[], list[psutil.Process]]
 PRETENDED = Path(__file__).parent / "guests" / "pretend_nvml.py"
@@ -84,10 +83,10 @@ def test_states_are_read_before_and_after(nvml: Nvml, watchers: Watchers) -> Non
         health = watch.finish()
     assert health is not None
     assert [state.uuid for state in (*health.before, *health.after)] == ["GPU-0", "GPU-1"] * 2
-    assert health.before[0] == GpuState(uuid="GPU-0", index=0, name="H", bus_id="00000000:10:00.0")
+    assert health.before[0] == GpuState(uuid="GPU-0", index=0)
     after = health.after[1]
-    assert (after.ecc_aggregate_corrected, after.processes) == (
-        31,
+    assert (after.ecc_aggregate_uncorrected, after.processes) == (
+        2,
         (GpuProcess(pid=7, memory_bytes=5),),
     )
     assert [(f.gpu, f.signature, f.text) for f in health.faults] == [
@@ -148,11 +147,9 @@ def test_an_nvml_that_fails_is_noted_and_nothing_more(
         pytest.param(change(ecc_volatile_corrected=9), [], id="corrected errors"),
         pytest.param(change(ecc_volatile_uncorrected=1), ["ecc_dbe"], id="uncorrected"),
         pytest.param(change(ecc_volatile_uncorrected=None), [], id="not to be had"),
+        pytest.param(Health(xids=(Xid(gpu="a", xid=13),)), [], id="the program's"),
         pytest.param(
-            Health(xids=(Xid(gpu=None, xid=13, source="kernel"),)), [], id="the program's"
-        ),
-        pytest.param(
-            Health(xids=(Xid(gpu="a", xid=94, source="nvml"),) * 2),
+            Health(xids=(Xid(gpu="a", xid=94),) * 2),
             ["ecc_contained"],
             id="twice",
         ),
@@ -181,20 +178,6 @@ def test_another_program_counts_from_a_twentieth_of_the_memory_on(
     assert change(**values).foreign == foreign
 
 
-@pytest.mark.parametrize(
-    ("record", "number"),
-    [
-        ("4,1,2,-;NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.\n", 79),
-        ("NVRM: Xid (PCI:0000:1b:00): 13, Graphics Exception", 13),
-        ("NVRM: Xid (PCI:0000:3b:00): 79, of a GPU of others", None),
-        ("usb 1-1: new device", None),
-    ],
-)
-def test_xids_in_the_kernels_log_are_found_by_bus(record: str, number: int | None) -> None:
-    xid = parse_xid(record, {"00000000:1B:00.0": "GPU-1"})
-    assert (None if xid is None else (xid.gpu, xid.xid)) == (number and ("GPU-1", number))
-
-
 @pytest.mark.skipif(not this_host().gpus, reason="needs an NVIDIA GPU")
 def test_a_real_gpu_tells_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
     gpus = this_host().gpus
@@ -208,5 +191,3 @@ def test_a_real_gpu_tells_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
     assert health.faults == ()
     for state in health.after:
         assert state.memory_total_bytes is not None
-        assert state.temperature_c is not None
-        assert 0 < state.temperature_c < 120

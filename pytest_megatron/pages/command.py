@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import click
 
 from pytest_megatron.base.command import EXIT_UNUSABLE, PATH, HintingGroup, echo_error, root_option
 from pytest_megatron.base.text import counted, printable
-from pytest_megatron.errors import ReportError, RunError
+from pytest_megatron.errors import ReportError
 from pytest_megatron.runs.find import kept_runs, remove_old_runs
 
 
 @click.group("runs", cls=HintingGroup, context_settings={"help_option_names": ["-h", "--help"]})
 def runs() -> None:
-    """List and remove the runs below .pytest_megatron/runs; write pages and pictures of any."""
+    """List and remove the runs below .pytest_megatron/runs; write pages of any."""
 
 
 @runs.command("list")
@@ -56,58 +54,19 @@ def prune(*, keep: int, root: Path) -> None:
 @click.argument("paths", metavar="RUN...", nargs=-1, required=True, type=PATH)
 @click.option(
     "--output",
-    metavar="DIR|FILE",
+    metavar="DIR",
     type=PATH,
     help="Where pages go; by default into the run directory, or into ./report.",
 )
-@click.option(
-    "--svg",
-    "pictures",
-    metavar="DIR",
-    type=click.Path(path_type=Path, file_okay=False),
-    help="Write a picture of each metric into a directory, and no pages.",
-)
-@click.option("--metric", "metrics", multiple=True, help="Only this one in pictures (repeatable).")
-@click.option("--failed", "is_failed_only", is_flag=True, help="Pictures of what failed only.")
-def report(
-    *,
-    paths: tuple[Path, ...],
-    output: Path | None,
-    pictures: Path | None,
-    metrics: tuple[str, ...],
-    is_failed_only: bool,
-) -> None:
+def report(*, paths: tuple[Path, ...], output: Path | None) -> None:
     """Write pages of runs: run directories, zip and tar artifacts, folders of them.
 
     Exit code 2: a run could not be read; the pages have all others.
     """
-    from pytest_megatron.pages.write import (  # noqa: PLC0415 - slow to import
-        write_pictures,
-        write_report,
-    )
+    from pytest_megatron.pages.write import write_report  # noqa: PLC0415 - slow to import
 
-    if pictures is None:
-        if metrics or is_failed_only:
-            raise ReportError(
-                "--metric, --failed", "are for pictures; give their directory by --svg"
-            )
-        index, damaged = write_report(paths, output)
-        click.echo(index)
-        _end(damaged)
-    if output is not None:
-        raise ReportError("--output", "is for pages, --svg for pictures; give one of them")
-    written, damaged = write_pictures(
-        paths, pictures, metrics=metrics, is_failed_only=is_failed_only
-    )
-    for path in written:
-        click.echo(path)
-    if not written:
-        raise ReportError(", ".join(map(str, paths)), "there is no such curve to draw")
-    _end(damaged)
-
-
-def _end(damaged: Sequence[RunError]) -> NoReturn:
-    """Name runs that could not be read, and exit."""
+    index, damaged = write_report(paths, output)
+    click.echo(index)
     for error in damaged:
         echo_error(f"{error}; all other runs are shown")
     sys.exit(EXIT_UNUSABLE if damaged else 0)

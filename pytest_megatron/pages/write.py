@@ -1,16 +1,15 @@
-"""Writes the pages of runs, and charts as pictures (effects: files)."""
+"""Writes the pages of runs (effects: files)."""
 
 from __future__ import annotations
 
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.errors import ReportError, RunError
-from pytest_megatron.pages.chart import chart_svg
 from pytest_megatron.pages.index_page import (
     IndexRow,
     IndexRun,
@@ -19,7 +18,6 @@ from pytest_megatron.pages.index_page import (
     index_row,
 )
 from pytest_megatron.pages.item_page import item_page
-from pytest_megatron.pages.model import Chart, PageItem
 from pytest_megatron.pages.read import RunReader, open_runs
 
 INDEX, CURVES = "index.html", "curves.html"
@@ -37,7 +35,7 @@ def write_in_place(reader: RunReader) -> Path:
         index = reader.directory / INDEX
         _write_index([_index_run(reader, rows, files="")], index)
     except OSError as error:
-        raise cannot_write(error) from error
+        raise _cannot_write(error) from error
     return index
 
 
@@ -48,9 +46,7 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
 
     Args:
         paths: Run directories, artifacts, folders of either.
-        output: A directory, or the index as one file ending in `.html`, whose pages lie in a
-            directory of that name beside it. None writes into the directory of a single run,
-            else into `report`.
+        output: A directory; None writes into that of a single run, else into `report`.
 
     Raises:
         ReportError: Nothing can be written.
@@ -61,24 +57,23 @@ def write_report(paths: Sequence[Path], output: Path | None = None) -> tuple[Pat
         if output is None and not damaged and len(readers) == 1 and not readers[0][0].is_unpacked:
             return write_in_place(readers[0][1]), []
         output = output or Path("report")
-        is_file = output.suffix in (".html", ".htm")
-        index, pages = (output, output.with_suffix("")) if is_file else (output / INDEX, output)
+        index = output / INDEX
         runs: list[IndexRun] = []
         used: set[str] = set()
         try:
             for run, reader in readers:
-                target = pages / _new_name(run.name, used)
+                target = output / _new_name(run.name, used)
                 where = None if run.is_unpacked else run.directory
                 from_page = None if where is None else _relative(where, target / "item")
-                from_index = None if where is None else _relative(where, index.parent)
-                back = _relative(index.parent, target / "item") + index.name
-                page = _relative(target, index.parent)
+                from_index = None if where is None else _relative(where, output)
+                back = _relative(output, target / "item") + INDEX
+                page = _relative(target, output)
                 rows = _write_items(reader, target, files=from_page, page=page, index=back)
                 runs.append(_index_run(reader, rows, files=from_index))
-            index.parent.mkdir(parents=True, exist_ok=True)
+            output.mkdir(parents=True, exist_ok=True)
             _write_index([*runs, *map(damaged_run, damaged)], index)
         except OSError as error:
-            raise cannot_write(error) from error
+            raise _cannot_write(error) from error
     return index, damaged
 
 
@@ -140,55 +135,9 @@ def _new_name(name: str, used: set[str]) -> str:
     return chosen
 
 
-def cannot_write(error: OSError) -> ReportError:
-    """Return the error for a page or picture that could not be written."""
+def _cannot_write(error: OSError) -> ReportError:
+    """Return the error for a page that could not be written."""
     reason = error.strerror or str(error)
     return ReportError(
         str(error.filename or "--output"), f"{reason}; make room, or give another --output"
     )
-
-
-def write_pictures(
-    paths: Sequence[Path],
-    directory: Path,
-    *,
-    metrics: Sequence[str] = (),
-    is_failed_only: bool = False,
-) -> tuple[list[Path], list[RunError]]:
-    """Write a picture of each metric of each workload.
-
-    Returns the pictures, and an error for each run that cannot be read.
-
-    Args:
-        paths: Run directories, artifacts, folders of either.
-        directory: Is made if it is not there.
-        metrics: Only these; all by default.
-        is_failed_only: Only metrics of which a comparison failed.
-
-    Raises:
-        ReportError: Nothing can be written.
-        RunError: There is no run, or none can be read.
-    """
-    written: list[Path] = []
-    with tempfile.TemporaryDirectory(prefix="pytest-megatron-report-") as workspace:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            readers, damaged = open_runs(paths, Path(workspace))
-            for _, reader in readers:
-                for item in reader.items():
-                    for chart in _chosen(item, metrics, is_failed_only=is_failed_only):
-                        name = f"{item.directory}-{_UNSAFE.sub('-', chart.metric).strip('-')}.svg"
-                        write_text_atomically(directory / name, chart_svg(chart, item.node_id))
-                        written.append(directory / name)
-        except OSError as error:
-            raise cannot_write(error) from error
-    return written, damaged
-
-
-def _chosen(item: PageItem, metrics: Sequence[str], *, is_failed_only: bool) -> Iterator[Chart]:
-    """Yield the charts of which pictures are asked for."""
-    for chart in item.charts:
-        is_drawn = any(len(curve.series) for curve in chart.curves)
-        is_wanted = not metrics or chart.metric in metrics
-        if is_drawn and is_wanted and not (is_failed_only and chart.passed is not False):
-            yield chart

@@ -176,15 +176,6 @@ def test_several_runs_and_an_artifact_make_one_index(run: MadeRun, tmp_path: Pat
     assert not (run.root / "index.html").exists()
 
 
-def test_one_file_can_be_the_index(run: MadeRun, tmp_path: Path) -> None:
-    run.item("recipes/a.yaml::a[dev-cpu]", [whole(10)], golden=whole(10))
-    result = report(run.write(), "--output", tmp_path / "out" / "today.html")
-    assert result.exit_code == 0
-    (page,) = re.findall(r'href="([^"]+curves\.html)"', (tmp_path / "out/today.html").read_text())
-    assert page.startswith("today/run/")
-    assert 'href="../../../today.html"' in (tmp_path / "out" / page).read_text()
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

@@ -1,17 +1,14 @@
-"""Pictures for pull requests: where lines are, in SVG by itself."""
+"""Charts: where lines are, in SVG by itself."""
 
 from __future__ import annotations
 
 import math
 import re
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
-from made_run import MadeRun, changed, curve
+from made_run import changed, curve
 
-from pytest_megatron.cli import group
 from pytest_megatron.pages.chart import chart_svg, scale_of
 from pytest_megatron.pages.model import Chart, Curve, CurveRole
 from pytest_megatron.workloads.golden.model import Series, series_of
@@ -35,10 +32,6 @@ def paths(root: ET.Element, colour: str) -> list[str]:
 
 def points(path: str) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in re.findall(r"[ML]?([\d.]+) ([\d.]+)", path)]
-
-
-def report(*arguments: str | Path) -> Result:
-    return CliRunner().invoke(group, ["runs", "report", *map(str, arguments)])
 
 
 def test_a_line_is_where_its_numbers_say() -> None:
@@ -105,34 +98,3 @@ def test_ticks_are_round_and_tell_neighbours_apart() -> None:
 def test_names_stay_text_in_a_picture() -> None:
     root = picture(curve(5), title=EVIL)
     assert [e.tag for e in root.iter() if "script" in e.tag] == []
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = MadeRun(root=tmp_path_factory.mktemp("pictures") / "run")
-    golden = {"lm loss": curve(20), "num-zeros": curve(20, seed=3)}
-    bad = {**golden, "lm loss": changed(golden["lm loss"], {7: 1.0})}
-    made.item("recipes/a.yaml::good[dev-cpu]", [golden], golden=golden)
-    made.item("recipes/a.yaml::bad[dev-cpu]", [bad], golden=golden)
-    return made.write()
-
-
-def test_pictures_of_what_failed(run: Path, tmp_path: Path) -> None:
-    result = report(run, "--svg", tmp_path / "out", "--failed")
-    assert result.exit_code == 0
-    (written,) = [Path(line) for line in result.output.splitlines()]
-    assert re.fullmatch(r"a-bad-dev-cpu-\w{6}-lm-loss\.svg", written.name)
-    assert "first off: step 7" in written.read_text()
-    assert not (run / "index.html").exists()
-
-
-def test_a_metric_that_no_workload_has_is_one_error(run: Path, tmp_path: Path) -> None:
-    result = report(run, "--svg", tmp_path, "--metric", "num-zeros", "--failed")
-    assert isinstance(result.exception, Exception)
-    assert "there is no such curve to draw" in str(result.exception)
-
-
-def test_options_that_do_not_fit_are_one_error(run: Path, tmp_path: Path) -> None:
-    assert "give their directory by --svg" in str(report(run, "--failed").exception)
-    both = report(run, "--svg", tmp_path, "--output", tmp_path)
-    assert "give one of them" in str(both.exception)

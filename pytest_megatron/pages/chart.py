@@ -118,10 +118,8 @@ _FOOT = _STRIP_TOP + _STRIP
 _MOST_POINTS = 700
 _MOST_NAMES = 6
 _MISSING = "no value"
-_LATE = 90  # from the right, where the label of a gap ends with it
 _DOT = "m-2 0a2 2 0 1 0 4 0a2 2 0 1 0 -4 0"
 _LETTER = 7.0  # width of one, about
-_MOST_OF_TITLE = 76  # letters, beside the verdict
 _GOLDEN = "#b07d00"
 _RUNS = ("#0063b2", "#00795c", "#a3428a", "#2a8fc7", "#6b4fbb", "#5a6b00")
 _FAILED = ("#c4281c", "#a02c7d", "#7a5230")
@@ -134,7 +132,6 @@ _BOX = {
     "bottom": _TOP + _MAIN,
     "strip_top": _STRIP_TOP,
     "foot": _FOOT,
-    "late": _LATE,
 }
 
 
@@ -145,8 +142,7 @@ class _DrawnCurve:
     Attributes:
         legend_x: Where its name stands; None if there is no room.
         strip: Path of its deviations.
-        gaps: (kind, start, end) of each run of steps without a number, and whether there is room
-            for its label.
+        gaps: (kind, start, end) of each run of steps without a number.
     """
 
     name: str
@@ -155,16 +151,11 @@ class _DrawnCurve:
     legend_x: float | None
     path: str
     strip: str
-    gaps: list[tuple[str, float, float, bool]]
+    gaps: list[tuple[str, float, float]]
 
 
-def chart_svg(chart: Chart, title: str) -> str:
-    """Return a picture of one metric.
-
-    Args:
-        chart: With its curves.
-        title: Subject of the chart; the metric's name stands beneath it.
-    """
+def chart_svg(chart: Chart) -> str:
+    """Return a picture of one metric."""
     steps = [step for curve in chart.curves for step in curve.series.steps]
     across = scale_of(map(float, steps), start=_LEFT, end=WIDTH - _RIGHT, pad=0.0)
     if len(set(steps)) > 1:
@@ -177,8 +168,6 @@ def chart_svg(chart: Chart, title: str) -> str:
     return render(
         "chart.svg",
         chart=chart,
-        title=title,
-        short_title=_fitting(title),
         box=_BOX,
         curves=list(_drawn(chart, legend, across, up, off)),
         more=more,
@@ -193,9 +182,7 @@ def chart_svg(chart: Chart, title: str) -> str:
 @cache
 def chart_style() -> str:
     """Return the content of the style of every picture, for the policy of a page."""
-    return (
-        chart_svg(Chart(metric="", curves=()), "").partition("<style>")[2].partition("</style>")[0]
-    )
+    return chart_svg(Chart(metric="", curves=())).partition("<style>")[2].partition("</style>")[0]
 
 
 class _Strip:
@@ -280,12 +267,6 @@ def _legend(curves: Sequence[Curve]) -> tuple[list[float | None], dict[str, floa
     return found, None
 
 
-def _fitting(title: str) -> str:
-    """Return a title that leaves room for the verdict, with both of its ends."""
-    too_long = len(title) > _MOST_OF_TITLE
-    return f"{title[: _MOST_OF_TITLE - 31]}...{title[-28:]}" if too_long else title
-
-
 def _band(chart: Chart, across: Scale, up: Scale, off: _Strip) -> Iterator[str]:
     """Yield the shapes of the values that the comparison allowed."""
     if chart.golden is None or chart.allowed is None:
@@ -316,7 +297,6 @@ def _drawn(
 ) -> Iterator[_DrawnCurve]:
     """Yield the curves of a chart as the template draws them."""
     paints = _paints(chart.curves)
-    labels: list[tuple[bool, float, float]] = []
     for number, (curve, paint) in enumerate(zip(chart.curves, paints, strict=True)):
         found = _points(curve, chart.golden)
         yield _DrawnCurve(
@@ -326,7 +306,7 @@ def _drawn(
             legend_x=legend[number],
             path=_path([(across.place(s), up.place(v)) for s, v, _ in found]),
             strip=_path([(across.place(s), off.place(d)) for s, d in off.lines.get(number, [])]),
-            gaps=[(*gap, _takes_room(labels, gap)) for gap in _gaps(found, across)],
+            gaps=list(_gaps(found, across)),
         )
 
 
@@ -364,18 +344,6 @@ def _gaps(
         if kind is not None:
             start = across.place(steps[0]) - 3
             yield kind, start, max(across.place(steps[-1]) + 3, start + 6)
-
-
-def _takes_room(labels: list[tuple[bool, float, float]], gap: tuple[str, float, float]) -> bool:
-    """Return whether there is room for the label of a gap, and take it."""
-    kind, start, end = gap
-    width = _LETTER * len(kind)
-    left = end - width if start > WIDTH - _LATE else start
-    mine = (kind == _MISSING, left, left + width)  # "no value" stands in a line of its own
-    if any(row == mine[0] and mine[1] < right and first < mine[2] for row, first, right in labels):
-        return False
-    labels.append(mine)
-    return True
 
 
 def _path(points: Sequence[tuple[float, float]]) -> str:

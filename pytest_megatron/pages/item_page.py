@@ -80,7 +80,6 @@ class _ShownChart:
 
 def _charts(item: PageItem) -> Iterator[_ShownChart]:
     """Yield the charts that have a curve."""
-    name = item.node_id.rpartition("::")[2]
     for chart in item.charts:
         if not any(len(curve.series) for curve in chart.curves):
             continue
@@ -89,7 +88,7 @@ def _charts(item: PageItem) -> Iterator[_ShownChart]:
         )
         yield _ShownChart(
             chart=chart,
-            svg=chart_svg(chart, name),
+            svg=chart_svg(chart),
             texts=tuple(_texts(chart.findings)),
             rule="" if shown is None else shown.record.rule,
             layers=() if shown is None else tuple(map(_layer, shown.record.layers)),

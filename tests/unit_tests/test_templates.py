@@ -176,21 +176,19 @@ MACROS: dict[str, tuple[object, ...]] = {
 }
 USED_BY_OTHERS = {"macros.html", "ci_summary.md"}
 BOX = dict.fromkeys(
-    ["width", "height", "left", "right", "top", "bottom", "strip_top", "foot", "late"], 100
+    ["width", "height", "left", "right", "top", "bottom", "strip_top", "foot"], 100
 )
 PAGES = {
     **PAGES,
     "chart.svg": {
         "chart": {"metric": EVIL, "passed": True, "golden": None, "first_step": 3},
-        "title": EVIL,
-        "short_title": EVIL,
         "box": BOX,
         "curves": [
             {
                 **dict.fromkeys(("name", "role", "path", "strip"), EVIL),
                 "paint": "#0063b2",
                 "legend_x": 1.0,
-                "gaps": [(EVIL, 1.0, 2.0, True)],
+                "gaps": [(EVIL, 1.0, 2.0)],
             }
         ],
         "more": {"x": 1.0, "number": 2},

@@ -27,7 +27,7 @@ DRAWN = """(() => {
   const lines = [...svg.querySelectorAll("path[stroke-linejoin]")].filter((p) => p.getBBox().height > 0);
   return {
     lines: lines.map((p) => [p.getAttribute("stroke"), p.getAttribute("d")]),
-    texts: [...svg.querySelectorAll("text")].map((t) => t.textContent),
+    texts: [...svg.querySelectorAll("text, path title")].map((t) => t.textContent),
   };
 })()"""  # noqa: E501
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -141,7 +140,7 @@ def summary(
     step_summary: bool,
     form: str,
 ) -> None:
-    """Make one verdict of the runs of many jobs: run directories, artifacts, folders of them.
+    """Make one verdict of the runs of many jobs: run directories, unpacked artifacts, folders.
 
     Exit code 0: all passed. 1: something failed or is missing. 2: the input is unusable.
     """
@@ -162,9 +161,8 @@ def summary(
     reported = None if results is None else read_results(results)
     if not paths and expected is None:
         raise CiError("RUN", "nothing was given, expected runs, artifacts or --expect")
-    with tempfile.TemporaryDirectory(prefix="pytest-megatron-summary-") as workspace:
-        runs = read_jobs(paths, Path(workspace), is_empty_allowed=expected is not None)
-        found = replace(merge(runs, expected, reported), fetch=_fetch(paths))
+    runs = read_jobs(paths, is_empty_allowed=expected is not None)
+    found = replace(merge(runs, expected, reported), fetch=_fetch(paths))
     if directory is not None:
         write_outputs(found, directory)
         _write_pages(found, directory)
@@ -200,7 +198,7 @@ def _write_pages(found: CiSummary, directory: Path) -> None:
     if write_pages is None:
         return
     names = (job.artifact for job in found.jobs if job.artifact is not None and job.has_run_file)
-    runs = tuple(dict.fromkeys(Path(name.partition("!")[0]) for name in names))
+    runs = tuple(map(Path, names))
     try:
         write_pages(runs, directory / _PAGES)
     except MegatronError as error:

@@ -172,12 +172,9 @@ MACROS: dict[str, tuple[object, ...]] = {
     "group": (GROUP,),
     "flaky": ([ITEM],),
     "jobs": ([JOB],),
-    "slowest": ([ITEM],),
 }
 USED_BY_OTHERS = {"macros.html", "ci_summary.md"}
-BOX = dict.fromkeys(
-    ["width", "height", "left", "right", "top", "bottom", "strip_top", "foot"], 100
-)
+BOX = dict.fromkeys(["width", "height", "left", "right", "top", "bottom", "strip_top", "foot"], 100)
 PAGES = {
     **PAGES,
     "chart.svg": {

@@ -15,7 +15,6 @@ from pytest_megatron.base.text import grouped
 from pytest_megatron.ci.jobs import CiJob, PlanFile
 from pytest_megatron.ci.summary.model import JobItem, JobRun
 
-SHORT_S = 0.1  # what takes less is no slow item
 SUCCESS = "success"
 FAILURE = "failure"
 SKIPPED = "skipped"
@@ -96,11 +95,6 @@ class CiSummary:
         """Items that passed when they were run again, and those whose failure does not count."""
         return tuple(i for i in self.items if i.verdict == "flaky" or i.is_held)
 
-    def slowest(self, number: int) -> tuple[JobItem, ...]:
-        """Return the items that took longest."""
-        ran = [item for item in self.items if item.duration_s >= SHORT_S]
-        return tuple(sorted(ran, key=lambda item: -item.duration_s)[:number])
-
     def count(self, *verdicts: str) -> int:
         """Return how many items have one of these verdicts."""
         return sum(item.verdict in verdicts for item in self.items)
@@ -127,7 +121,6 @@ class CiSummary:
                 for first, *others in self.groups
             ],
             "flaky": [item.as_json() for item in self.flaky],
-            "slowest": [item.as_json() for item in self.slowest(10)],
         }
 
 
@@ -221,7 +214,7 @@ def _differences(item: JobItem, planned: CiJob) -> Iterator[str]:
         return
     if item.num_repeats < planned.n_repeat and not item.is_held:
         yield f"trained {item.node_id} {item.num_repeats} of {planned.n_repeat} times"
-    if planned.compared and item.is_compared is False:
+    if planned.compared and not item.is_compared:
         yield f"did not compare {item.node_id} with its golden, which the plan has"
 
 

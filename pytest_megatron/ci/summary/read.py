@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from pytest_megatron.base.files import read_json
 from pytest_megatron.base.schema import SchemaError, parse, validate
@@ -25,7 +25,7 @@ from pytest_megatron.ci.summary.model import (
     JobRun,
 )
 from pytest_megatron.errors import CiError, RunError, TriageError
-from pytest_megatron.runs.archives import is_archive, unpack
+from pytest_megatron.runs.archives import is_archive
 from pytest_megatron.runs.find import directories_below
 from pytest_megatron.runs.headline import one_process_problem
 from pytest_megatron.runs.layout import RUN_FILE, TRIAGE_FILE
@@ -45,7 +45,7 @@ from pytest_megatron.runs.record import (
 )
 from pytest_megatron.runs.record import read_run as read_run_file
 from pytest_megatron.triage.api import triage
-from pytest_megatron.triage.find import SKIPPED_DIRECTORIES, is_worth_reading
+from pytest_megatron.triage.find import SKIPPED_DIRECTORIES
 
 _RANK = re.compile(r"^(?:\[rank (\d+)\]|rank (\d+) of )")
 _TELLING = re.compile(r"^Fatal Python error|^(?:\w+\.)*\w*(?:Error|Exception|Exit)\b|Traceback \(")
@@ -240,11 +240,11 @@ def read_run(root: Path, shown: str) -> JobRun:
 
     Args:
         root: Directory of the artifact.
-        shown: How a user would name it: a directory, or an archive that was unpacked to `root`.
+        shown: How a user would name it.
     """
     book = _JobCollector(shown=shown, root=root)
     record = _job_record(book)
-    name = record.job if record is not None else Path(shown.rstrip("!")).name.removesuffix(".zip")
+    name = record.job if record is not None else Path(shown).name
     directories = list(directories_below(root, depth=_DEPTH, skipped=SKIPPED_DIRECTORIES))
     for directory in directories:
         for file in _junit_files(directory):
@@ -262,7 +262,7 @@ def read_run(root: Path, shown: str) -> JobRun:
         book.problems.append("ran no test" if book.has_junit else _NO_ITEMS)
     return JobRun(
         name=name,
-        artifact=shown.removesuffix("!"),
+        artifact=shown,
         record=record,
         items=tuple(book.items.values()),
         problems=tuple(book.problems),
@@ -295,11 +295,7 @@ def _junit_files(directory: Path) -> list[Path]:
 def _show(collector: _JobCollector, path: Path) -> str:
     """Return a path as the summary shows it, below the artifact's name."""
     where = path.relative_to(collector.root).as_posix()
-    if where == ".":
-        return collector.shown
-    return (
-        collector.shown + where if collector.shown.endswith("!") else f"{collector.shown}/{where}"
-    )
+    return collector.shown if where == "." else f"{collector.shown}/{where}"
 
 
 def _note_cases(collector: _JobCollector, cases: Iterable[JUnitCase]) -> None:
@@ -325,7 +321,6 @@ def _read_run_dir(collector: _JobCollector, run_dir: Path, job: str) -> None:
     for node_id, record in run.items.items():
         case = collector.cases.get(address(node_id))
         item = _item(node_id, record, case, (run_dir, shown), job)
-        plan = None
         if isinstance(record, RecordedWorkload):
             plan = _plan_of(record, run_dir)
             line = _LINE.search(plan.recipe or "") if plan is not None else None
@@ -333,7 +328,6 @@ def _read_run_dir(collector: _JobCollector, run_dir: Path, job: str) -> None:
                 _as_judged(item, record, run.options),
                 line=None if line is None else int(line[1]),
             )
-        item = replace(item, gpu_s=_gpu_seconds(record, plan, run.options))
         collector.items[node_id] = item
     if run.on_one_process:
         collector.problems.append(one_process_problem(run.on_one_process))
@@ -363,22 +357,13 @@ def _item(
         causes=record.causes,
         cause=cause,
         reproduce=_reproduce(place[1], node_id),
+        gpu_s=_gpu_seconds(record),
     )
 
 
-def _gpu_seconds(
-    record: RecordedItem, plan: RecordedPlan | None, options: Mapping[str, OptionValue]
-) -> float:
-    """Return GPUs times seconds of all attempts; 0 where the plan of a workload is not there."""
-    if not record.is_on_gpus:
-        return 0.0
-    if record.num_devices is not None:
-        num_gpus = record.num_devices
-    elif isinstance(record, RecordedTest):  # a record of before this key
-        per_gpu = options.get("ranks_per_gpu")
-        num_gpus = -(-record.world_size // (per_gpu if isinstance(per_gpu, int) else 1))
-    else:
-        num_gpus = 0 if plan is None else plan.world_size or 0
+def _gpu_seconds(record: RecordedItem) -> float:
+    """Return GPUs times seconds of all attempts."""
+    num_gpus = (record.num_devices or 0) if record.is_on_gpus else 0
     return num_gpus * sum(attempt.duration_s for attempt in record.attempts)
 
 
@@ -396,24 +381,18 @@ def _as_judged(
     item: JobItem, record: RecordedWorkload, options: Mapping[str, OptionValue]
 ) -> JobItem:
     """Return a workload's item with how often and how strictly it ran."""
-    is_compared = False if options.get("golden") == "off" else record.compared
-    policy = record.policy
-    name = options.get("golden_policy")
-    if policy is None and isinstance(name, str):  # a record of before this key
-        policy = {"name": name}
     return replace(
         item,
         num_repeats=len({row.repeat for row in record.attempts if row.cause is None}),
-        is_compared=is_compared,
+        is_compared=record.compared,
         is_lightweight=options.get("lightweight") is True,
-        policy=policy if is_compared else None,
+        policy=record.policy if record.compared else None,
     )
 
 
 def _reproduce(shown: str, node_id: str) -> str:
-    """Return the command that shows it again, with the archive or the run directory."""
-    artifact = shown.partition("!")[0]
-    return shlex.join(["pytest-megatron", "repro", artifact, node_id])
+    """Return the command that shows it again, from the run directory."""
+    return shlex.join(["pytest-megatron", "repro", shown, node_id])
 
 
 def _unfinished(run: Result, run_dir: Path, collector: _JobCollector) -> str | None:
@@ -474,18 +453,14 @@ def _nothing(root: Path) -> str:
     return f"{text}; the last line of {LOG_NAME}: {line}" if line else text
 
 
-_ARCHIVE_DEPTH = 4  # directories from what is named to a job's
-_PLAN_ARTIFACT = "plan"  # an artifact of the plan is no job's
+_FOLDER_DEPTH = 4  # directories from what is named to a job's
 
 
-def read_jobs(
-    paths: Sequence[Path], workspace: Path, *, is_empty_allowed: bool = False
-) -> list[JobRun]:
+def read_jobs(paths: Sequence[Path], *, is_empty_allowed: bool = False) -> list[JobRun]:
     """Read every job below some paths, in the order given and by name.
 
     Args:
-        paths: Run directories, zips, tars, or folders of them.
-        workspace: A directory of our own, where archives are unpacked.
+        paths: Run directories, directories of artifacts, or folders of them.
         is_empty_allowed: Whether a folder may hold nothing: a plan lists the missing jobs.
 
     Raises:
@@ -493,15 +468,12 @@ def read_jobs(
     """
     found: list[JobRun] = []
     for path in paths:
-        if not path.exists():
-            raise CiError(str(path), "no such file or directory")
-        if path.is_file() and not is_archive(path):
-            raise CiError(
-                str(path), "is no directory and no archive, expected a run or an artifact"
-            )
+        if not path.is_dir():
+            problem = "is no directory, expected a run or an artifact, unpacked"
+            raise CiError(str(path), problem if path.exists() else "no such file or directory")
         real = path.resolve() if path.is_symlink() else path  # such as runs/latest
-        here = list(_in(real, workspace, str(path), _ARCHIVE_DEPTH))
-        if not here and not (is_empty_allowed and path.is_dir()):
+        here = list(_in(real, str(path), _FOLDER_DEPTH))
+        if not here and not is_empty_allowed:
             raise CiError(
                 str(path), "holds no run, expected run.json, job.json, JUnit XML or artifacts"
             )
@@ -509,50 +481,27 @@ def read_jobs(
     return found
 
 
-def _in(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
-    """Yield the jobs in a path: an artifact, a job's directory, or a folder of them."""
+def _in(path: Path, shown: str, depth: int) -> Iterator[JobRun]:
+    """Yield the jobs in a directory: of one job, or a folder of them."""
     if path.is_symlink() or (path / _SUMMARY).is_file():
         return  # a link may lead anywhere; a summary's own artifact is no job's
     if path.is_file():
-        yield from _in_archive(path, workspace, shown)
+        if is_archive(path):
+            yield _unread(path, shown, "is an archive; unpack it, as gh run download does")
     elif is_job(path):
         yield read_run(path, shown)
     elif depth:
-        for child in sorted(path.iterdir()):
-            if child.is_dir() or (child.is_file() and is_archive(child)):
-                yield from _child(child, workspace, f"{shown}/{child.name}", depth - 1)
+        found = [
+            run
+            for child in sorted(path.iterdir())
+            for run in _in(child, f"{shown}/{child.name}", depth - 1)
+        ]
+        yield from found
+        if not found and path.name.startswith("logs-"):
+            yield _unread(path, shown, "is empty: the job left nothing")
 
 
-def _child(path: Path, workspace: Path, shown: str, depth: int) -> Iterator[JobRun]:
-    """Yield the jobs in a child; one that is named as an artifact and holds none is a problem."""
-    found = list(_in(path, workspace, shown, depth))
-    yield from found
-    if not found and path.name.startswith("logs-"):
-        yield _damaged(path, shown, "is empty: the job left nothing")
-
-
-def _in_archive(path: Path, workspace: Path, shown: str) -> Iterator[JobRun]:
-    """Yield the jobs in an archive, which is unpacked below the workspace."""
-    root = workspace / str(sum(1 for _ in workspace.iterdir()))
-    root.mkdir()
-    try:
-        unpack(path, root, _is_wanted)
-    except TriageError as error:
-        yield _damaged(path, shown, error.problem)
-        return
-    found = list(_in(root, workspace, f"{shown}!", _ARCHIVE_DEPTH))
-    yield from found
-    is_other = path.name.startswith(_PLAN_ARTIFACT) or (root / _SUMMARY).is_file()
-    if not found and not is_other:
-        yield _damaged(path, shown, "holds no run, expected run.json, job.json or JUnit XML")
-
-
-def _is_wanted(path: PurePath) -> bool:
-    is_result = path.name in (FILE_NAME, _SUMMARY) or path.suffix == ".xml"
-    return is_result or is_worth_reading(path)
-
-
-def _damaged(path: Path, shown: str, problem: str) -> JobRun:
+def _unread(path: Path, shown: str, problem: str) -> JobRun:
     """Return a job of which nothing could be read but why."""
     return JobRun(
         name=path.stem if path.is_file() else path.name, artifact=shown, problems=(problem,)

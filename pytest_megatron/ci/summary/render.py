@@ -27,7 +27,6 @@ STEP_SUMMARY_BYTES = 900_000  # GitHub takes 1 MiB for a step
 COMMENT_BYTES = 60_000  # GitHub takes 65,536 characters for a comment
 _MOST_NAME = 300
 _MOST_ALSO = 5
-_MOST_SLOW = 10
 _BLOCK_LINES, _BLOCK_ROWS = 20, 50
 _INDENT = "    "
 _MOST_MESSAGE = 1000  # characters of an annotation
@@ -84,10 +83,6 @@ def as_text(summary: CiSummary) -> str:
     if summary.flaky:
         lines = (f"{_INDENT}{item.node_id}: {item.how_flaky}" for item in summary.flaky)
         blocks.append("\n".join(["flaky", *lines]))
-    slow = summary.slowest(_MOST_SLOW)
-    if slow:
-        lines = (f"{_INDENT}{item.duration_s:8.1f} s  {item.node_id} ({item.job})" for item in slow)
-        blocks.append("\n".join(["slowest", *lines]))
     return plain("\n\n".join(blocks))
 
 
@@ -169,7 +164,6 @@ def _sections(summary: CiSummary) -> Iterator[tuple[str, Iterator[str]]]:
     yield "### Flaky", _blocks("flaky", summary.flaky, _BLOCK_ROWS)
     jobs = sorted(summary.jobs, key=lambda job: job.verdict in ("passed", "flaky"))
     yield "### Jobs", _blocks("jobs", jobs, _BLOCK_ROWS)
-    yield "### Slowest", _blocks("slowest", summary.slowest(_MOST_SLOW), _BLOCK_ROWS)
 
 
 def _markdown_head(summary: CiSummary) -> Iterator[str]:

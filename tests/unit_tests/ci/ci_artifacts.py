@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
@@ -114,20 +113,6 @@ def write_json(path: Path, value: JsonValue) -> None:
     """Write a file, and the directories that it needs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value))
-
-
-def pack(directory: Path) -> Path:
-    """Replace a directory by a zip of what is in it."""
-    path = directory.with_name(f"{directory.name}.zip")
-    with zipfile.ZipFile(path, "w") as archive:
-        for file in sorted(directory.rglob("*")):
-            archive.write(file, file.relative_to(directory))
-            if file.is_file():
-                file.unlink()
-    for left in sorted(directory.rglob("*"), reverse=True):
-        left.rmdir()
-    directory.rmdir()
-    return path
 
 
 def summary(*arguments: str) -> Result:

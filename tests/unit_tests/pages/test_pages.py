@@ -228,3 +228,11 @@ def test_a_failure_in_quarantine_says_so(run: MadeRun) -> None:
     report(run.write())
     assert "in quarantine, see #7: lm loss is off" in (run.root / "index.html").read_text()
     assert "<b>in quarantine</b> see #7" in page.read_text()
+
+
+def test_a_damaged_artifact_is_named_and_the_others_are_shown(run: MadeRun, tmp_path: Path) -> None:
+    run.item("recipes/a.yaml::a[dev-cpu]", [whole(10)], golden=whole(10))
+    (tmp_path / "logs-torn.zip").write_bytes(b"PK torn")
+    result = report(run.write(), tmp_path / "logs-torn.zip", "--output", tmp_path / "out")
+    assert (result.exit_code, "logs-torn.zip: is no zip" in result.output) == (2, True)
+    assert "1 passed" in (tmp_path / "out/index.html").read_text()

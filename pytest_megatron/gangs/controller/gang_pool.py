@@ -147,9 +147,8 @@ class GangPool:
         self._nodes = nodes_of(options)
         if options.num_nodes == 1:
             self._nodes = Nodes(num_nodes=1, ranks_per_node=self.num_slots)
-        is_by_test = getattr(config.option, "cov_context", None) == "test"
         is_measured = not testmon.is_recording(config)
-        coverage = measure.settings_of_running(is_by_test=is_by_test) if is_measured else {}
+        coverage = measure.settings_of_running() if is_measured else {}
         self.rank_configs = RankConfigs(config, self._run, self._nodes, coverage)
 
     def begin_ahead(self, spec: GangSpec) -> None:

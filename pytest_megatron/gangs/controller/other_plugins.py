@@ -161,7 +161,7 @@ def lines_on_limits(config: pytest.Config, items: Iterable[pytest.Item]) -> list
     """
     items, lines = list(items), []
     _refuse_forks(config, items)
-    if items and testmon.is_recording(config) and measure.settings_of_running(is_by_test=False):
+    if items and testmon.is_recording(config) and measure.settings_of_running():
         lines.append(
             "coverage: lines that ranks execute are recorded by pytest-testmon alone; run without "
             "--testmon to measure them"

@@ -49,22 +49,16 @@ _SILENT = [  # warnings that hold for a single rank; those of the controller hol
 ]
 _SAVE_EVERY_S = 1.0  # the most that is lost when a gang is killed
 _CONFIG_FILE = "config_file"
-_BY_TEST = "by_test"
 _EXIT = "_exit"
 
 
-def settings_of_running(*, is_by_test: bool) -> dict[str, JsonValue]:
-    """Return the settings of the running coverage.py for ranks; empty if none runs.
-
-    Args:
-        is_by_test: Whether contexts of tests are recorded (pytest-cov).
-    """
+def settings_of_running() -> dict[str, JsonValue]:
+    """Return the settings of the running coverage.py for ranks; empty if none runs."""
     current = _running()
     if current is None:
         return {}
     settings: dict[str, JsonValue] = {
         _CONFIG_FILE: current.config.config_file,
-        _BY_TEST: is_by_test,
         "patch": [p for p in getattr(current.config, "patch", ()) if p == _EXIT],
     }
     for name in _OPTIONS:
@@ -78,14 +72,7 @@ class Measurement:
     """Coverage of this process."""
 
     _coverage: Coverage
-    _is_by_test: bool
     _next_at: float = 0.0
-
-    def enter(self, node_id: str, when: str) -> None:
-        """Set the context of a test and its phase, named as by pytest-cov."""
-        if self._is_by_test:
-            phase = "run" if when == "call" else when
-            self._coverage.switch_context(f"{node_id}|{phase}")
 
     def end_test(self, *, is_last: bool) -> None:
         """Save from time to time, and after the last test: a gang of one test is not closed."""
@@ -117,10 +104,10 @@ def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | No
     coverage.set_option("run:parallel", value=False)
     coverage.set_option("run:disable_warnings", _SILENT)
     for name, value in settings.items():
-        if name not in (_CONFIG_FILE, _BY_TEST):
+        if name != _CONFIG_FILE:
             coverage.set_option(f"run:{name}", cast("TConfigValueIn", value))
     coverage.start()
-    return Measurement(coverage, bool(settings[_BY_TEST]))
+    return Measurement(coverage)
 
 
 def leave_running() -> None:

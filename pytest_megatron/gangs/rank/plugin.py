@@ -357,11 +357,9 @@ class RankPlugin:
 
     @contextlib.contextmanager
     def _capturing(self, item: pytest.Item, when: str) -> Generator[None]:
-        """Surround a phase: note it, measure its lines."""
+        """Surround a phase: note it, and take what it writes."""
         self._pipes.note(when)
         self._is_in_phase = True
-        if self.measurement is not None:
-            self.measurement.enter(item.nodeid, when)
         try:
             yield
         finally:

@@ -73,14 +73,3 @@ def test_lines_of_every_rank_count(tmp_path: Path, command: tuple[str, ...]) -> 
     assert found.get("missing_branches", []) == []
     assert not (run.directory / "ranks" / "coverage").exists()
     assert [path.name for path in tmp_path.glob(".coverage*")] == [".coverage"]
-
-
-def test_pytest_cov_learns_which_test_ran_a_line(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("measured.py", MEASURED).write("test_it.py", SUITE)
-    asked = ("--cov", "measured", "--cov-context", "test", "-k", "isolated or another")
-    assert suite.execute([sys.executable, "-m", *PYTEST, *asked]).counts == (
-        "2 passed, 1 deselected"
-    )
-    suite.execute([*COVERAGE, "json", "--show-contexts", "-o", "found.json"])
-    found = json.loads((tmp_path / "found.json").read_text())["files"]["measured.py"]
-    assert found["contexts"]["15"] == ["test_it.py::test_isolated|run"]

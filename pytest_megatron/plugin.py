@@ -152,7 +152,7 @@ def pytest_configure(config: pytest.Config) -> None:
         from pytest_megatron.workloads.items.plugin import register_roles
 
         register_roles(config)
-        _register_cancelled(config, is_follower=False)
+        _register_cancelled(config)
     declare_marks(config)
     if chosen.num_nodes > 1:
         _refuse_with_nodes(config)
@@ -161,7 +161,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
         config.pluginmanager.register(FollowerPlugin(config, chosen), FOLLOWER_NAME)
         config.stash[options.HAS_GANGS] = True
-        _register_cancelled(config, is_follower=True)
     elif chosen.asks_for_gangs:
         _register_gangs(config)
     elif chosen.run_dir is not None:
@@ -249,7 +248,7 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     session = session_of(config)
     plugin = GangPlugin(config, session)
     config.pluginmanager.register(plugin, PLUGIN_NAME)
-    _register_cancelled(config, is_follower=False)
+    _register_cancelled(config)
     if not session.is_worker:
         _register_gang_results(config, session)
         register_history(config, session)
@@ -257,14 +256,14 @@ def _register_gangs(config: pytest.Config) -> GangPlugin:
     return plugin
 
 
-def _register_cancelled(config: pytest.Config, *, is_follower: bool) -> None:
+def _register_cancelled(config: pytest.Config) -> None:
     """End in order when Slurm cancels the job, or CI does."""
     from pytest_megatron.session.cancelled import NAME, CancelledPlugin
 
     job = os.environ.get("SLURM_JOB_ID")
     is_worker = hasattr(config, "workerinput")  # of pytest-xdist, whose controller ends it
     if not config.pluginmanager.has_plugin(NAME) and not (is_worker and job is None):
-        config.pluginmanager.register(CancelledPlugin(job, is_follower=is_follower), NAME)
+        config.pluginmanager.register(CancelledPlugin(job), NAME)
 
 
 def _register_gang_results(config: pytest.Config, session: RunSession) -> None:

@@ -2,8 +2,8 @@
 
 GitLab, Jenkins, Kubernetes and `timeout` send SIGTERM first; so do `scancel`, a time limit and a
 preemption of Slurm, to every task. It is taken as Ctrl-C is: ranks tear down, jobs and containers
-are cancelled, and JUnit XML and run directory hold the results so far. On nodes that follow it is
-node 0 that ends the session.
+are cancelled, and JUnit XML and run directory hold the results so far. Other nodes
+ignore it, as node 0 ends their sessions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from types import FrameType
 import pytest
 
 NAME = "megatron-cancelled"
-_FOLLOWER_S = 20.0  # for node 0 to end the session; Slurm gives 30 by default (KillWait)
 # Where a terminal is lost, and with Ctrl-\ in one, pytest ends as it would without us.
 _OFF_TERMINAL = (signal.SIGHUP, signal.SIGQUIT)
 
@@ -31,14 +30,13 @@ class CancelledPlugin:
     A signal that is ignored (`nohup`), or has a handler of somebody's, stays theirs.
     """
 
-    def __init__(self, job: str | None, *, is_follower: bool) -> None:
+    def __init__(self, job: str | None) -> None:
         """Take the job of Slurm that this process is in, if it is in one."""
         self._why = (
             "whoever started pytest ended it"
             if job is None
             else f"Slurm cancelled job {job}, or its time was up"
         )
-        self._is_follower = is_follower
         self._ours: list[signal.Signals] = []
         # A process that a test forks, or a rank, ends by these signals as it would without us.
         os.register_at_fork(after_in_child=self.pytest_unconfigure)
@@ -77,21 +75,14 @@ class CancelledPlugin:
 
     def _handlers(self) -> list[tuple[signal.Signals, _Handler]]:
         """Return the signals that end the session, with their handlers."""
-        if self._is_follower:
-            return [(signal.SIGTERM, self._wait), (signal.SIGALRM, self._end)]
         is_terminal = sys.__stdout__ is not None and sys.__stdout__.isatty()
         numbers = (signal.SIGTERM, *(() if is_terminal else _OFF_TERMINAL))
         return [(number, self._end) for number in numbers]
-
-    def _wait(self, number: int, frame: FrameType | None) -> None:
-        """Leave node 0 time to send how the session ends."""
-        del number, frame
-        signal.setitimer(signal.ITIMER_REAL, _FOLLOWER_S)
 
     def _end(self, number: int, frame: FrameType | None) -> None:
         """End the session as Ctrl-C does, with the signal's name."""
         del frame
         for known in self._ours:
             signal.signal(known, signal.SIG_IGN)  # once is enough; ending takes a while
-        name = signal.Signals(signal.SIGTERM if self._is_follower else number).name
+        name = signal.Signals(number).name
         raise KeyboardInterrupt(f"{name}: {self._why}")

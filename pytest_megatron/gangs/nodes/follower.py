@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -259,7 +260,9 @@ class FollowerPlugin:
         return "" if factory is None else str(factory.getbasetemp())
 
     def _wait(self, session: pytest.Session, channel: Channel) -> None:
-        """Wait until node 0 ends, and end in the same way."""
+        """Wait until node 0 ends, and end in the same way; SIGTERM is for node 0 as well."""
+        with contextlib.suppress(ValueError):  # not the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         ended = channel.receive()
         if not isinstance(ended, SessionEnded):
             raise self._is_gone()

@@ -62,12 +62,12 @@ class Timers:
     Attributes:
         began_at: Start of the running test, or of the gang.
         first_failure_at: When a rank first failed, skipped or died in the running test, or None.
-        after_failure_s: Time for the other ranks from then on.
+        grace_s: Time for the other ranks from then on.
         closing_s: Time limit of the last teardown.
     """
 
     def __init__(self, grace_s: float, now: float) -> None:
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self.closing_s = grace_s
         self._stop_by = 0.0
         self._debugging: set[int] = set()
@@ -77,7 +77,6 @@ class Timers:
         """Restart for a new test."""
         self.began_at = self._phase_at = now
         self.first_failure_at: float | None = None
-        self.after_failure_s = self._grace_s
 
     def begin_phase(self, now: float) -> None:
         """Restart the limit of a phase."""
@@ -88,13 +87,9 @@ class Timers:
         if self.first_failure_at is None:
             self.first_failure_at = now
 
-    def hurry(self, most_s: float) -> None:
-        """Reduce the time for the other ranks after the first failure."""
-        self.after_failure_s = min(self._grace_s, most_s)
-
     def begin_closing(self, limit_s: float, now: float) -> None:
         """Start the limit of the last teardown, which is that of a phase."""
-        self.closing_s = max(self._grace_s, limit_s)
+        self.closing_s = max(self.grace_s, limit_s)
         self._stop_by = now + self.closing_s
 
     def begin_stopping(self, limit_s: float, now: float) -> None:
@@ -134,7 +129,7 @@ class Timers:
                 return self.began_at + START_LIMIT_S
             case GangState.RUNNING if not self._debugging:
                 if self.first_failure_at is not None:
-                    return self.first_failure_at + self.after_failure_s
+                    return self.first_failure_at + self.grace_s
                 return self._phase_at + limit_s if limit_s else None
             case _:
                 return None
@@ -142,7 +137,6 @@ class Timers:
 
 MOST_AHEAD = 64  # tests of a gang beside the running one
 ORPHANED = "ended, as the process that starts ranks was killed"
-_EXIT_S = 1.0  # for other ranks to end, if one has ended the pytest session
 _STACKS_WAIT_S = 3.0  # for an agent to send stacks; it gives ranks one second
 
 
@@ -391,7 +385,7 @@ class Lifecycle:
             case GangState.STARTING:
                 return self._begin_stop(Reason.NOT_STARTED, START_LIMIT_S, now)
             case _ if self._timers.first_failure_at is not None:
-                limit_s = self._timers.after_failure_s
+                limit_s = self._timers.grace_s
                 return self._begin_stop(kind_of_first_failure(self._ranks), limit_s, now)
             case _:
                 return self._begin_stop(Reason.HUNG, self.queue.limit_s, now)
@@ -436,7 +430,6 @@ class Lifecycle:
                     rank.outcome = "passed"
                 if message.stop:  # the others may wait for it, as for a failed rank
                     self._record_failure(rank, now)
-                    self._timers.hurry(_EXIT_S)
                 return self._settle(now)
             case Broken(problem=problem):
                 rank.problem = rank.problem or problem

@@ -45,7 +45,6 @@ class _Running(NamedTuple):
     log_starts: Sequence[int | None]
 
 
-ALWAYS_AHEAD = "PYTEST_MEGATRON_AHEAD"  # set: gangs of every device go on by themselves
 # Characters of a node id. Tests that are sent ahead have to fit into the buffers of sockets: a rank
 # in a test reads nothing while it waits for one that has not received that test yet.
 _LONGEST_AHEAD = 500
@@ -108,7 +107,6 @@ class Dispatcher:
         self._may_send_ahead = not (pool.tee.is_on or self._num_reruns) and not any(
             getattr(option, name, None) for name in ("maxfail", "usepdb", "trace")
         )
-        self._is_always_ahead = bool(os.environ.get(ALWAYS_AHEAD))
         self._has_closed = threading.Event()
 
     # For the run loop
@@ -293,9 +291,8 @@ class Dispatcher:
 
         A limit of failures, reruns, a debugger and other idle gangs can.
         """
-        is_tried = gang.spec.device == "cpu" or self._is_always_ahead
         is_alone = self.is_in_order or self.is_serial
-        if not (self._may_send_ahead and is_tried and is_alone):
+        if not (self._may_send_ahead and gang.spec.device == "cpu" and is_alone):
             return
         supervisor = self._pool.supervisor
         after = gang.lifecycle.queue.last

@@ -42,7 +42,7 @@ def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: 
                 os.kill(os.getpid(), signal.SIGKILL)
         """,
     )
-    run = suite.run("--ranks=2", PYTEST_MEGATRON_AHEAD="1")
+    run = suite.run("--ranks=2", "--device=cpu")
     words = {"passes": "PASSED", "late": "ERROR", "skips": None, "xfails": None}
     expected = {
         f"test_it[{number}-{way}]": word

@@ -376,16 +376,6 @@ _SCRIPT: ValueKind[ScriptMode] = one_of("native", "bash")
 _STARTS: ValueKind[GangStart] = one_of("auto", "fork", "collect")
 
 
-def _gang_start(where: str, value: object) -> GangStart:
-    """Parse a start of ranks; `fresh` is one of earlier versions."""
-    if value == "fresh":
-        raise pytest.UsageError(f"{where}: 'fresh' was removed; write collect or auto")
-    return _STARTS.parse(where, value)
-
-
-_GANG_START = ValueKind(_gang_start, _STARTS.metavar)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The options of a session.
@@ -601,7 +591,7 @@ class Options:
         None,
         "the first rank that fails; rank 0 at breakpoints",
     )
-    gang_start: GangStart = _GANG_START(
+    gang_start: GangStart = _STARTS(
         "gang-start",
         "fork ranks from what pytest has loaded, or have each of them collect for itself, from the "
         "start of the session on",

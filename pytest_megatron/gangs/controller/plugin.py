@@ -197,16 +197,10 @@ class GangPlugin(RecordCarrier):
             return None
         reader = self._run.shorten(readers[0])
         if start == "fork":
-            return (
-                f"megatron: ranks are forked, by megatron_gang_start = fork, and have what was "
-                f"read for rank 0: {reader}"
-            )
-        when, result = "after", ", and they do so at the same time"
-        if start_env.reader:
-            when, result = "beside", " if that is always so"
+            return f"megatron: ranks are forked, and have what was read for rank 0: {reader}"
         return (
-            f"megatron: every rank collects for itself, {when} this process, for {reader}; write "
-            f"megatron_gang_start = collect into the ini file{result}"
+            f"megatron: every rank collects for itself, for {reader}; if that is always so, write "
+            f"megatron_gang_start = collect into the ini file"
         )
 
     # The loop

@@ -142,7 +142,7 @@ GANG_ERRORS: list[tuple[list[str], str]] = [
     ),
     (
         ["-o", "megatron_gang_start=fresh"],
-        "megatron_gang_start: 'fresh' was removed; write collect or auto",
+        "megatron_gang_start: 'fresh' is unknown, expected one of auto, collect, fork",
     ),
     (
         ["--gpus", "8"],

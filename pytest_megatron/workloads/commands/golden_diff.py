@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import click
 
-from pytest_megatron.base.command import echo_json, format_option, root_option
+from pytest_megatron.base.command import format_option, root_option
 from pytest_megatron.base.files import read_bytes
 from pytest_megatron.base.project import fix_of_owner, run_git
 from pytest_megatron.base.text import printable
@@ -20,12 +20,7 @@ from pytest_megatron.workloads.golden.model import Golden
 from pytest_megatron.workloads.golden.store import parse_golden
 from pytest_megatron.workloads.recipe.case import CASES, GOLDEN_PREFIX, GOLDENS
 from pytest_megatron.workloads.refresh.difference import FileChange, FileDifference, differ
-from pytest_megatron.workloads.refresh.report import (
-    FORMS,
-    differences_json,
-    differences_text,
-    markdown,
-)
+from pytest_megatron.workloads.refresh.report import differences_text, markdown
 
 # Of one side of a comparison: name to what messages call the file, and its bytes.
 _Side: TypeAlias = Mapping[str, tuple[str, bytes]]
@@ -43,7 +38,7 @@ _DEFAULT_PATHS = (GOLDENS.as_posix(), CASES.as_posix())
     help="Compare the goldens of a commit with the working tree, or of two commits (A..B).  "
     "[default: HEAD]",
 )
-@format_option(*FORMS)
+@format_option("text", "markdown")
 @root_option
 def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root: Path) -> None:
     """Print how the goldens of a commit, by default the last one, differ from those that are here.
@@ -63,10 +58,7 @@ def diff(*, paths: tuple[str, ...], revisions: tuple[str, ...], form: str, root:
     differences, problems = _compare_sides(old, new)
     for problem in problems:
         click.echo(printable(problem), err=True)
-    if form == "json":
-        echo_json(differences_json(differences))
-    else:
-        click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
+    click.echo(printable((markdown if form == "markdown" else differences_text)(differences)))
 
 
 def _side_of_tree(root: Path, paths: Sequence[str]) -> _Side:

@@ -29,13 +29,11 @@ from pytest_megatron.workloads.recipe.case import (
     CaseMode,
     TestType,
     WorkloadCase,
-    case_path,
     fingerprint,
     golden_paths,
     sound_case,
 )
 from pytest_megatron.workloads.recipe.expand import Profile
-from pytest_megatron.workloads.recipe.lint import check_golden
 from pytest_megatron.workloads.recipe.load import read_recipes
 from pytest_megatron.workloads.recipe.model import Vocabulary, Workload
 
@@ -179,8 +177,6 @@ def lint_goldens(paths: Sequence[Path], project: Project) -> GoldenLint:
     lint = GoldenLint(project)
     for file in _find_goldens(paths) if paths else sorted(everywhere):
         lint.look_at(file)
-    if not paths:
-        lint.look_at_rows()
     return lint
 
 
@@ -235,15 +231,6 @@ class GoldenLint:
         if case is not None and (sound := sound_case(case)) is not None:
             self._findings += check_against_case(golden, sound)
         self._findings += check_origin(golden, case, rows)
-
-    def look_at_rows(self) -> None:
-        """Check the recipes for goldens that are missing."""
-        root, other_names = self._project.root, self._project.other_names
-        for workload in self._workloads:
-            document = workload.own_case or self._case_at(case_path(root, workload))
-            case = None if document is None else sound_case(document)
-            if case is not None and case.needs_golden:
-                self._findings += check_golden(workload, root, other_names)
 
     def _read(self, path: Path) -> Golden | None:
         """Read a golden, and note why it cannot be read."""

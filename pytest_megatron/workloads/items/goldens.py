@@ -35,7 +35,6 @@ from pytest_megatron.workloads.refresh.gate import (
     MOST_CHANGED,
     MOST_NAMED,
     Candidate,
-    GateRule,
     hard,
 )
 from pytest_megatron.workloads.refresh.read import make_candidate, make_prospect, read_candidate
@@ -289,22 +288,10 @@ class GoldenWriter:
             )
         return "\n".join(lines)
 
-    def _may_be_taken(self, node_id: str, record: RecordedWorkload) -> bool:
-        """Return False for a candidate that can be no golden, whatever a person says."""
-        try:
-            directory = Path(str(record.directory))
-            candidate = read_candidate(node_id, record, directory, self._root, self.policy)
-            terms = replace(self._terms, is_dirty_allowed=True)
-            _, refusals = consider(candidate, self._root, terms)
-        except (OSError, MegatronError):
-            return True  # its reason is printed there
-        return all(refusal.rule is GateRule.REPEATS for refusal in hard(refusals))
-
     def finish(self, records: Mapping[str, RecordedWorkload], exit_status: int) -> bool:
         """Write every candidate, if the session was clean; return False if that went wrong."""
         offered = {n: r for n, r in records.items() if r.golden and r.golden.is_offered}
-        kept = [name for name, r in records.items() if r.golden and r.golden.candidate]
-        num_left = sum(name in offered or self._may_be_taken(name, records[name]) for name in kept)
+        num_left = sum(bool(r.golden and r.golden.candidate) for r in records.values())
         if num_left and (exit_status != pytest.ExitCode.OK or not offered):
             run_dir = shlex.quote(self._session.shorten(str(self._session.run_dir)))
             self.lines.append(
@@ -340,22 +327,16 @@ class GoldenWriter:
                 for name, refusal in outcome.refused
             ]
             return False
-        self.lines += self._report(outcome, candidates[0].directory.parent)
+        self.lines += _written(outcome)
         return True
 
-    def _report(self, outcome: AcceptOutcome, run_dir: Path) -> list[str]:
-        """Return the lines to print of goldens that were written."""
-        lines = [f"goldens: {len(outcome.differences)} written"]
-        own = {os.path.relpath(path, self._root) + "/" for path in (run_dir, *run_dir.parents)}
-        new = sorted(read_tree(self._root).new - tree_at_start(self._root).new - own)
-        if new:
-            lines.append(
-                f"new in the tree, and in no commit: {listed(new, MOST_NAMED)}; have git ignore "
-                "what trainings write; commit what they read, and measure again"
-            )
-        shown = differences_text(outcome.differences).splitlines()
-        lines += shown[:_MOST_LINES]
-        if len(shown) > _MOST_LINES:
-            more = len(shown) - _MOST_LINES
-            lines.append(f"... {more} more lines; pytest-megatron golden diff prints all")
-        return lines
+
+def _written(outcome: AcceptOutcome) -> list[str]:
+    """Return the lines to print of goldens that were written."""
+    lines = [f"goldens: {len(outcome.differences)} written"]
+    shown = differences_text(outcome.differences).splitlines()
+    lines += shown[:_MOST_LINES]
+    if len(shown) > _MOST_LINES:
+        more = len(shown) - _MOST_LINES
+        lines.append(f"... {more} more lines; pytest-megatron golden diff prints all")
+    return lines

@@ -140,11 +140,6 @@ class FileDifference:
         return is_there and bool(changes & {MetricChange.CURVE, MetricChange.GONE})
 
     @property
-    def largest(self) -> float:
-        """The largest deviation of any metric."""
-        return max((metric.largest for metric in self.metrics), default=0.0)
-
-    @property
     def trend(self) -> Trend | None:
         """The direction of the golden's loss; None without a loss that changes."""
         found = [m for m in self.metrics if is_loss(m.metric) and m.num_old and m.num_new]

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
 from pytest_megatron.runs.record import RecordedAttempt, RecordedGolden, RecordedWorkload
-from pytest_megatron.workloads.golden.build import KEPT_METRICS, series_in
+from pytest_megatron.workloads.golden.build import series_in
 from pytest_megatron.workloads.golden.compare.compare import compare
 from pytest_megatron.workloads.golden.compare.result import layer_text
 from pytest_megatron.workloads.golden.model import (
@@ -86,21 +86,9 @@ class Candidate:
 
 
 class GateRule(Enum):
-    """Reasons to refuse a golden; the value is the name that is printed.
+    """Reasons to refuse a golden; the value is the name that is printed."""
 
-    Attributes:
-        is_soft: Whether a typed reason is enough.
-    """
-
-    is_soft: bool
-
-    def __new__(cls, name: str, is_soft: bool = False) -> Self:  # noqa: FBT001, FBT002 - of a table
-        """Make a rule; one without `is_soft` lets no golden through, whatever the reason."""
-        rule = object.__new__(cls)
-        rule._value_, rule.is_soft = name, is_soft
-        return rule
-
-    # Never.
+    # Never, whatever the reason.
     DAMAGED = "damaged-run"
     NOT_TRAINED = "not-trained"
     RETRY = "retry"
@@ -124,21 +112,29 @@ class GateRule(Enum):
     GPU = "gpu"
     WORLD_SIZE = "world-size"
     # Only with a reason.
-    LATE_START = "late-start", True
-    MISSING = "missing-steps", True
-    CONSTANT = "constant", True
-    NOT_FALLING = "not-falling", True
-    IMPLAUSIBLE = "implausible", True
-    ROUNDED = "rounded", True
-    CONFIG = "config-changed", True
-    FEWER_STEPS = "fewer-steps", True
-    STEP_1 = "step-1", True
-    LOSS = "loss-worse", True
-    BETTER = "loss-better", True
-    OUTSIDE = "outside-band", True
-    MEMORY = "memory", True
-    TIME = "time", True
-    MASS = "one-direction", True
+    LATE_START = "late-start"
+    MISSING = "missing-steps"
+    CONSTANT = "constant"
+    NOT_FALLING = "not-falling"
+    IMPLAUSIBLE = "implausible"
+    ROUNDED = "rounded"
+    CONFIG = "config-changed"
+    FEWER_STEPS = "fewer-steps"
+    STEP_1 = "step-1"
+    LOSS = "loss-worse"
+    BETTER = "loss-better"
+    OUTSIDE = "outside-band"
+    MEMORY = "memory"
+    TIME = "time"
+    MASS = "one-direction"
+
+    @property
+    def is_soft(self) -> bool:
+        """True if a typed reason is enough."""
+        return self in _SOFT
+
+
+_SOFT = frozenset(list(GateRule)[list(GateRule).index(GateRule.LATE_START) :])
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +173,7 @@ LEAVE_ALONE = (
     "leave it alone, keep what trainings write out of git, and run again; or give --allow-dirty, "
     "which the golden then says"
 )
+_DELETE = "if that is meant, delete the old golden, then record it"
 ROUNDED = 1e-4  # of the median; five decimals, which Megatron-LM's goldens have, are sound
 _DECIMALS, _BITS, _LEAST_DIGITS = 5, 24, 8
 _TIME_METRIC = "iteration-time"
@@ -404,31 +401,24 @@ def _cut(metrics: MetricMap, name: str, steps: set[int]) -> MetricMap:
 
 def _check_costs(old: Golden, new: Golden) -> Iterator[Refusal]:
     """Yield what wants a reason about memory and time."""
-    peaks = [_numbers(golden, _MEMORY_METRIC) for golden in (old, new)]
-    if all(peaks):
-        grown = max(peaks[1]) / max(peaks[0]) - 1 if max(peaks[0]) > 0 else math.inf
-        if grown > MEMORY:
-            text = f"{_MEMORY_METRIC} grows by {grown:.1%}, {MEMORY:.0%} needs no reason"
-            yield Refusal(GateRule.MEMORY, text)
-    times = [_steady(_numbers(golden, _TIME_METRIC)) for golden in (old, new)]
-    if all(times):
-        medians = [statistics.median(one) for one in times]
-        slower = medians[1] / medians[0] - 1 if medians[0] > 0 else math.inf
-        limit = max(TIME, SPREADS * max(_spread_of(golden, _TIME_METRIC) for golden in (old, new)))
-        if slower > limit:
-            text = (
-                f"{_TIME_METRIC} grows by {slower:.1%} in the median, {limit:.0%} needs no reason"
-            )
-            yield Refusal(GateRule.TIME, text)
+    noise = SPREADS * max(_spread_of(golden, _TIME_METRIC) for golden in (old, new))
+    for rule, name, of, what, limit in (
+        (GateRule.MEMORY, _MEMORY_METRIC, max, "", MEMORY),
+        (GateRule.TIME, _TIME_METRIC, _steady, " in the median", max(TIME, noise)),
+    ):
+        sides = [golden.metrics.get(name, series_of({})).finite() for golden in (old, new)]
+        if not all(sides):
+            continue
+        before, after = (of(list(side.values())) for side in sides)
+        grown = after / before - 1 if before > 0 else math.inf
+        if grown > limit:
+            text = f"{name} grows by {grown:.1%}{what}, {limit:.0%} needs no reason"
+            yield Refusal(rule, text)
 
 
-def _numbers(golden: Golden, name: str) -> list[float]:
-    series = golden.metrics.get(name)
-    return [] if series is None else list(series.finite().values())
-
-
-def _steady(times: list[float]) -> list[float]:
-    return times[max(1, int(_WARM_UP * len(times))) :] or times
+def _steady(times: list[float]) -> float:
+    """Return the median after the warm-up."""
+    return statistics.median(times[max(1, int(_WARM_UP * len(times))) :] or times)
 
 
 def _spread_of(golden: Golden, name: str) -> float:
@@ -455,26 +445,17 @@ def refusals_of(
         old: The present golden, or None.
         is_dirty_allowed: Accept a tree that no commit names.
     """
-    found = [*_check_training(candidate)]
-    if found:
-        return tuple(found)  # what it measured says nothing
-    found += _check_values(candidate, old)
+    if (untrained := next(_check_training(candidate), None)) is not None:
+        return (untrained,)  # what it measured says nothing
+    found = [*_check_values(candidate, old)]
     found += _check_origin(candidate, old, is_dirty_allowed=is_dirty_allowed)
-    if not found:
-        found += soft_refusals(candidate, old)
-    return tuple(found)
+    return tuple(found or soft_refusals(candidate, old))
 
 
 def early_refusals(
     prospect: Candidate, old: Golden | None, *, is_dirty_allowed: bool = False
 ) -> tuple[Refusal, ...]:
-    """Return the refusals that hold whatever a training measures, the weightiest first.
-
-    Args:
-        prospect: A candidate with its provenance and no values.
-        old: The present golden, or None.
-        is_dirty_allowed: Accept a tree that no commit names.
-    """
+    """Return the refusals of a candidate without values that hold whatever it measures."""
     found = list(_check_origin(prospect, old, is_dirty_allowed=is_dirty_allowed))
     if old is not None and prospect.golden is not None:
         found += changed_config(old, prospect.golden)
@@ -487,57 +468,42 @@ def refuse_mass(differences: Sequence[FileDifference]) -> Refusal | None:
     More than 20 losses that change, of which more than 60 % move the same way, have one cause that
     must be named. In Megatron-LM's history 102 of 126 got worse in one commit.
     """
-    trends: list[Trend] = [t for d in differences if (t := d.trend) not in (None, Trend.SAME)]
-    if len(trends) <= LEAST_FOR_MASS:
-        return None
-    for trend in (Trend.WORSE, Trend.BETTER):
-        if trends.count(trend) > MASS_FRACTION * len(trends):
-            text = (
-                f"{trends.count(trend)} of {len(trends)} losses that change get {trend.value}, "
-                f"which one cause explains, not many"
-            )
-            return Refusal(GateRule.MASS, text)
+    trends = Counter(t for d in differences if (t := d.trend) not in (None, Trend.SAME))
+    for trend, most in trends.most_common(1):
+        if trends.total() > LEAST_FOR_MASS and most > MASS_FRACTION * trends.total():
+            text = f"{most} of {trends.total()} losses that change get {trend.value}"
+            return Refusal(GateRule.MASS, f"{text}, which one cause explains, not many")
     return None
 
 
 def _check_training(candidate: Candidate) -> Iterator[Refusal]:
-    """Check how the training ran."""
+    """Yield what was wrong with the training, the weightiest first."""
+    record = candidate.record
     if candidate.damage:
         yield Refusal(GateRule.DAMAGED, candidate.damage[0])
-        return
     if candidate.is_lightweight:
-        yield Refusal(
-            GateRule.LIGHTWEIGHT,
-            "a lightweight run measures nothing to keep; run it without --lightweight",
-        )
-        return
-    record = candidate.record
+        text = "a lightweight run measures nothing to keep; run it without --lightweight"
+        yield Refusal(GateRule.LIGHTWEIGHT, text)
     if record.is_expected:
         text = "the case is expected to fail, and did; fix it and take TEST_EVALUATION out of it"
         yield Refusal(GateRule.EXPECTED_FAILURE, text)
-        return
     if record.is_held and record.verdict != "passed":
-        text = (
-            "its failure did not count, so nothing says it is right; fix it and end its "
-            "quarantine, then run it again"
-        )
+        text = "its failure did not count; fix it, end its quarantine, and run it again"
         yield Refusal(GateRule.QUARANTINE, text)
-        return
     failed = [attempt for attempt in record.attempts if attempt.cause is not None]
     if failed and any(_is_later(one, failed[0]) for one in record.attempts):
         text = f"needed another attempt, so it is no golden; run it again: {failed[0].cause}"
         yield Refusal(GateRule.RETRY, text)
-    elif failed:
+    if failed:
         text = f"{failed[0].cause}; run it again, once it trains to its end"
         yield Refusal(GateRule.NOT_TRAINED, text)
     counted_codes = (code for a in record.attempts if a.note is None for code in a.exit_codes)
-    if not failed and (bad := next(filter(None, counted_codes), None)):
+    if (bad := next(filter(None, counted_codes), None)) is not None:
         text = f"a phase ended with exit code {bad}; fix the training, then run it again"
         yield Refusal(GateRule.NOT_TRAINED, text)
-    faults = [f for a in record.attempts if a.health is not None for f in a.health.faults]
-    if faults:
-        yield Refusal(GateRule.HARDWARE, f"{faults[0]} meanwhile, so it is no golden; run it again")
-    if not failed and (record.verdict == "broken" or candidate.golden is None):
+    for fault in (f for a in record.attempts if a.health is not None for f in a.health.faults):
+        yield Refusal(GateRule.HARDWARE, f"{fault} meanwhile, so it is no golden; run it again")
+    if record.verdict == "broken" or candidate.golden is None:
         text = record.problem or "the run left no values for it"
         yield Refusal(GateRule.NOT_TRAINED, text.splitlines()[0])
 
@@ -551,11 +517,8 @@ def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
     assert candidate.golden is not None
     num = len(candidate.repeats)
     if num < MIN_REPEATS:
-        yield Refusal(
-            GateRule.REPEATS,
-            f"measured {num} time(s), expected at least {MIN_REPEATS}, whose spread says how "
-            f"far to trust it; run it with --n-repeat {MIN_REPEATS} or more",
-        )
+        text = f"measured {num} time(s), expected at least {MIN_REPEATS} to know the spread"
+        yield Refusal(GateRule.REPEATS, f"{text}; run it with --n-repeat {MIN_REPEATS} or more")
     for number, repeat in enumerate(candidate.repeats, start=1):
         where = f"repeat {number}, " if num > 1 else ""
         yield from _check_repeat(candidate, repeat, where)
@@ -564,12 +527,11 @@ def _check_values(candidate: Candidate, old: Golden | None) -> Iterator[Refusal]
         text = f"{line}; there is a new golden once they agree"
         yield Refusal(GateRule.DISAGREES, text)
     if candidate.spread:
-        more = f" (and {len(candidate.spread) - 1} more)" if len(candidate.spread) > 1 else ""
         yield Refusal(
             GateRule.SPREAD,
             "the repeats differ from one another, so there is no new golden: "
-            f"{candidate.spread[0]}{more}; seed the program, or set NON_DETERMINSTIC_RESULTS: 1 "
-            "in the case",
+            f"{candidate.spread[0]}; seed the program, or set NON_DETERMINSTIC_RESULTS: 1 in the "
+            "case",
         )
     if old is not None:
         yield from _against_old(candidate.golden, old)
@@ -585,21 +547,15 @@ def _check_repeat(candidate: Candidate, repeat: MetricMap, where: str) -> Iterat
         series = repeat[name]
         bad = next(((s, v) for s, v in series.items() if not is_finite(v)), None)
         if bad is not None:
-            text = (
-                f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number; fix the "
-                "training"
-            )
-            if name not in KEPT_METRICS:
-                text += ", or take the metric out of METRICS of the case"
-            yield Refusal(GateRule.NOT_FINITE, text)
+            text = f"{where}{name} is {bad[1]} at step {bad[0]}, expected a finite number"
+            yield Refusal(GateRule.NOT_FINITE, f"{text}; fix the training")
         if not is_loss(name) or not len(series):
             continue
         interval = _usual_distance(series.steps) or max(series.steps[-1], 1)
         if candidate.last_step is not None and series.steps[-1] + interval <= candidate.last_step:
             text = (
                 f"{where}{name} ends at step {series.steps[-1]}, expected it to go on to "
-                f"{candidate.last_step}; let the program log it to the end, or set the iterations "
-                "of the case to those that it trains"
+                f"{candidate.last_step}; have it logged to the end, or change the case's iterations"
             )
             yield Refusal(GateRule.TRUNCATED, text)
 
@@ -610,29 +566,18 @@ def _unequal_steps(repeats: Sequence[MetricMap]) -> Iterator[Refusal]:
         for name in sorted(repeats[0].keys() & repeat.keys()):
             different = set(repeats[0][name].steps) ^ set(repeat[name].steps)
             if different and is_loss(name):
-                text = (
-                    f"{name}: repeats 1 and {number} do not both have step {min(different)}; let "
-                    "the program log it at the same steps in each run, then run it again"
-                )
-                yield Refusal(GateRule.UNEQUAL, text)
+                text = f"{name}: repeats 1 and {number} do not both have step {min(different)}"
+                yield Refusal(GateRule.UNEQUAL, f"{text}; have both log the same steps")
 
 
 def _against_old(new: Golden, old: Golden) -> Iterator[Refusal]:
-    """Yield what wants a reason against the old golden."""
+    """Yield that a golden cannot stand for the old one."""
     if (new.generation is None) != (old.generation is None):
-        yield Refusal(
-            GateRule.OTHER_KIND,
-            "one is the output of an inference program and the other the series of a "
-            "training; delete the old golden, then record it",
-        )
-        return
-    gone = sorted(series_in(old).keys() - series_in(new).keys())
-    if gone:
-        yield Refusal(
-            GateRule.FEWER_METRICS,
-            f"lacks {', '.join(map(repr, gone))}, which the old golden has; if that is meant, "
-            "delete the old golden, then record it",
-        )
+        text = "one is the output of an inference program, the other the series of a training"
+        yield Refusal(GateRule.OTHER_KIND, f"{text}; {_DELETE}")
+    elif gone := sorted(series_in(old).keys() - series_in(new).keys()):
+        text = f"lacks {', '.join(map(repr, gone))}, which the old golden has"
+        yield Refusal(GateRule.FEWER_METRICS, f"{text}; {_DELETE}")
 
 
 def _frozen(new: Golden, old: Golden) -> Iterator[Refusal]:
@@ -640,12 +585,8 @@ def _frozen(new: Golden, old: Golden) -> Iterator[Refusal]:
     for name, series in new.metrics.items():
         before = old.metrics.get(name)
         if is_loss(name) and before is not None and (found := _constant(series, before)):
-            text = (
-                f"{name} is the same from step {found[0]} to {found[1]}, where the old golden "
-                "moves; fix the training, or, if that is meant, delete the old golden, then "
-                "record it"
-            )
-            yield Refusal(GateRule.FROZEN, text)
+            text = f"{name} is the same from step {found[0]} to {found[1]}, where the old one moves"
+            yield Refusal(GateRule.FROZEN, f"{text}; {_DELETE}")
 
 
 def _constant(series: Series, before: Series | None = None) -> tuple[int, int] | None:
@@ -659,54 +600,37 @@ def _check_origin(
 ) -> Iterator[Refusal]:
     """Check where a candidate was measured: platform, GPU, number of ranks."""
     assert candidate.golden is not None
-    origin, record = candidate.golden.provenance, candidate.record
+    origin, record = candidate.golden.provenance or Provenance(), candidate.record
     tree = record.golden or RecordedGolden()
-    if origin is None or (origin.commit is None and not is_dirty_allowed):
-        yield Refusal(
-            GateRule.NOT_COMMITTED,
-            "the run was not of a git commit, which the golden has to name; commit, or give "
-            "--allow-dirty",
-        )
-    elif tree.changed and not is_dirty_allowed:
-        yield Refusal(
-            GateRule.DIRTY,
-            f"the tree changed after the run had begun: {listed(tree.changed, MOST_CHANGED)}; "
-            f"{LEAVE_ALONE}",
-        )
-    elif origin.is_dirty and not is_dirty_allowed:
-        names = f": {listed(tree.uncommitted, MOST_NAMED)}" if tree.uncommitted else ""
-        yield Refusal(
-            GateRule.DIRTY,
-            f"the tree of the run had changes that its commit lacks{names}; commit them, or have "
-            "git ignore those that no training reads, and run again; or give --allow-dirty, which "
-            "the golden then says",
-        )
-    platform = record.platform
+    if not is_dirty_allowed:
+        if origin.commit is None:
+            text = "the run was not of a git commit, which the golden has to name; commit, or give"
+            yield Refusal(GateRule.NOT_COMMITTED, f"{text} --allow-dirty")
+        elif tree.changed:
+            names = listed(tree.changed, MOST_CHANGED)
+            text = f"the tree changed after the run had begun: {names}; {LEAVE_ALONE}"
+            yield Refusal(GateRule.DIRTY, text)
+        elif origin.is_dirty:
+            names = f": {listed(tree.uncommitted, MOST_NAMED)}" if tree.uncommitted else ""
+            text = f"the tree of the run had changes that its commit lacks{names}; commit them, or "
+            text += "have git ignore those that no training reads, and run again; or give "
+            yield Refusal(GateRule.DIRTY, f"{text}--allow-dirty, which the golden then says")
+    platform, gpu = record.platform, origin.gpu
     wanted = PLATFORM_GPUS.get(platform or "")
-    gpu = None if origin is None else origin.gpu
     if platform is not None and not candidate.target.stem.endswith(f"_{platform}"):
-        text = (
-            f"the run was on {platform}, the golden is {candidate.target.name}; record the one of "
-            f"{platform} with --platform {platform}"
-        )
-        yield Refusal(GateRule.PLATFORM, text)
+        text = f"the run was on {platform}, the golden is {candidate.target.name}"
+        yield Refusal(GateRule.PLATFORM, f"{text}; record the one of --platform {platform}")
     elif wanted is not None and platform != CPU_PLATFORM and wanted not in (gpu or ""):
-        text = (
-            f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}; run it on {wanted}, or "
-            "give the platform of this machine with --platform"
-        )
-        yield Refusal(GateRule.GPU, text)
-    before = None if old is None else old.provenance
-    if before is None or origin is None:
-        return
+        text = f"{platform} means {wanted}, the run was on {gpu or 'no GPU'}"
+        yield Refusal(GateRule.GPU, f"{text}; run it there, or give this machine's --platform")
+    before = (old.provenance if old is not None else None) or Provenance()
     if None not in (before.gpu, gpu) and before.gpu != gpu:
         text = f"the old golden is from {before.gpu}, the run was on {gpu}"
-        yield Refusal(GateRule.GPU, f"{text}; run it there, or delete the old golden")
-    if None not in (before.world_size, origin.world_size) and (
-        before.world_size != origin.world_size
-    ):
-        text = f"the old golden is of {before.world_size} ranks, the run had {origin.world_size}"
-        yield Refusal(GateRule.WORLD_SIZE, f"{text}; if that is meant, delete the old golden")
+        yield Refusal(GateRule.GPU, f"{text}; {_DELETE}")
+    sizes = before.world_size, origin.world_size
+    if None not in sizes and sizes[0] != sizes[1]:
+        text = f"the old golden is of {sizes[0]} ranks, the run had {sizes[1]}"
+        yield Refusal(GateRule.WORLD_SIZE, f"{text}; {_DELETE}")
 
 
 def _usual_distance(steps: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""Changed goldens for a reviewer: one table as text, Markdown or JSON. Pure.
+"""Changed goldens for a reviewer: one table as text or Markdown. Pure.
 
 A comment of GitHub ends at 64 kB, so the page stays below 60 however many goldens there are: the
 worst rows come first, and the rest is counted.
@@ -6,11 +6,9 @@ worst rows come first, and the rest is counted.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.templates import render
 from pytest_megatron.base.text import columns, counted, plain
 from pytest_megatron.workloads.refresh.difference import (
@@ -20,7 +18,6 @@ from pytest_megatron.workloads.refresh.difference import (
     MetricDifference,
 )
 
-FORMS = ("text", "json", "markdown")
 MOST_BYTES = 60_000
 _COLUMNS = ("golden", "metric", "steps", "mean difference", "largest", "first step", "change")
 _WORST_FIRST = list(MetricChange)
@@ -49,19 +46,6 @@ def markdown(differences: Sequence[FileDifference]) -> str:
         files=[(state.capitalize(), paths) for state, paths in _files(differences)],
     )
     return page.rstrip()
-
-
-def differences_json(differences: Sequence[FileDifference]) -> dict[str, JsonValue]:
-    """Return everything; numbers that are not finite are texts."""
-    goldens: list[JsonValue] = [
-        {
-            "path": difference.path,
-            "state": difference.state.value,
-            "metrics": [_metric_json(metric) for metric in difference.metrics],
-        }
-        for difference in differences
-    ]
-    return {"schema": 2, "goldens": goldens}
 
 
 def _headline(differences: Sequence[FileDifference]) -> str:
@@ -107,22 +91,3 @@ def _files(differences: Sequence[FileDifference]) -> list[tuple[str, list[str]]]
     """Return the paths that have no rows: new, unreadable or gone."""
     found = [(s, sorted(d.path for d in differences if d.state is s)) for s in _LISTED]
     return [(state.value, paths) for state, paths in found if paths]
-
-
-def _metric_json(metric: MetricDifference) -> JsonValue:
-    """Return the difference of a metric as JSON."""
-    return {
-        "metric": metric.metric,
-        "change": metric.change.value,
-        "num_old": metric.num_old,
-        "num_new": metric.num_new,
-        "num_changed": metric.num_changed,
-        "mean_relative_difference": None if metric.mean is None else _number(metric.mean),
-        "largest": _number(metric.largest),
-        "worst_step": metric.deviation.worst_step,
-        "first_step": metric.first_step,
-    }
-
-
-def _number(value: float) -> JsonValue:
-    return value if math.isfinite(value) else str(value)

@@ -78,7 +78,6 @@ class AcceptOutcome:
 
     differences: tuple[FileDifference, ...]
     refused: tuple[tuple[str, Refusal], ...]
-    is_written: bool = False
 
 
 def consider(
@@ -120,10 +119,9 @@ def accept(
         return _take(candidates, root, terms)[0]
     with locked(root):
         outcome, texts = _take(candidates, root, terms)
-        if outcome.refused or not texts:
-            return outcome
-        write_texts_together({root / target: text for target, text in texts.items()})
-    return replace(outcome, is_written=True)
+        if texts:
+            write_texts_together({root / target: text for target, text in texts.items()})
+    return outcome
 
 
 def _with_reason(refusals: tuple[Refusal, ...], terms: Terms) -> tuple[Refusal, ...]:

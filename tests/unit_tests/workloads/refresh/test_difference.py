@@ -5,7 +5,6 @@ Megatron-LM's report is one signed mean over the steps that both have, and skips
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,7 +16,6 @@ from pytest_megatron.workloads.golden.model import Golden, MetricMap, Value, par
 from pytest_megatron.workloads.refresh.difference import FileChange, MetricChange, Trend, differ
 from pytest_megatron.workloads.refresh.report import (
     MOST_BYTES,
-    differences_json,
     differences_text,
     markdown,
 )
@@ -203,11 +201,3 @@ def test_names_in_goldens_cannot_break_out_of_the_page() -> None:
     assert "\n# head" not in page
     (row,) = [line for line in page.splitlines() if "script" in line and "new" in line]
     assert row.replace("\\|", "").count("|") == 8
-
-
-def test_the_json_form_is_json_whatever_the_values() -> None:
-    old = golden(metric_map({1: 0.0, 2: 1.0}))
-    new = golden(metric_map({1: 1.0, 2: math.inf}))
-    text = json.dumps(differences_json([differ("g", old, new)]), allow_nan=False)
-    metric = json.loads(text)["goldens"][0]["metrics"][0]
-    assert (metric["largest"], metric["first_step"], metric["change"]) == ("inf", 1, "curve")

@@ -49,15 +49,6 @@ _FLOORS: Mapping[str, float] = {FULL_PRECISION: 2e-5, "bf16": 2e-4, "fp16": 1e-4
 _FLOOR = 1e-4  # of a precision that is not known
 
 
-class LimitKind(Enum):
-    """Kinds of metrics; each kind has its own layers."""
-
-    LOSS = "loss"
-    COUNT = "count"
-    COST = "cost"
-    MEMORY = "memory"
-
-
 class Worse(Enum):
     """The side of the golden on which a run is worse; it fails only there."""
 
@@ -210,25 +201,13 @@ DEFAULTS: Mapping[str, Limits] = {
 # A long training is chaotic: its single steps part by percents while its windows stay together.
 _LONG = LossLimits(band=3e-2, mean=1e-3, tail_mean=2.5e-3, window_mean=5e-3)
 _SAME_IF_LONG = DEFAULTS.keys() - {"params-norm"}
-BY_KIND: Mapping[LimitKind, Limits] = {
-    LimitKind.LOSS: LossLimits(),
-    LimitKind.COUNT: CountLimits(),
-    LimitKind.COST: CostLimits(),
-    LimitKind.MEMORY: MemoryLimits(),
-}
 
 
 def limits_of(metric: str, *, is_long: bool = False) -> Limits:
     """Return the limits of a metric; `is_long` for a long golden without a band of its own."""
     if is_long and metric not in _SAME_IF_LONG:
         return _LONG
-    return DEFAULTS.get(metric, BY_KIND[LimitKind.LOSS])
-
-
-def kind_of(metric: str) -> LimitKind:
-    """Return the kind of a metric by its name."""
-    limits = limits_of(metric)
-    return next(kind for kind, one in BY_KIND.items() if type(one) is type(limits))
+    return DEFAULTS.get(metric, LossLimits())
 
 
 def tail_length(num_steps: int) -> int:
@@ -245,7 +224,6 @@ class MetricSettings(TypedDict, total=False):
     """Limits that are changed of one metric; which keys it takes depends on its kind."""
 
     judged: Annotated[bool, About("False leaves the metric out.")]
-    kind: Annotated[LimitKind, About("Of a metric that is not what its name says.")]
     exact: Annotated[Exact, About("When every bit counts.")]
     step_1: Annotated[_Part, About("Of the first step.")]
     early_steps: Annotated[Count, About("Length of the early window.")]
@@ -269,7 +247,7 @@ class MetricSettings(TypedDict, total=False):
 
 
 # One number or word of a policy file, as the field of the limits has it.
-Setting: TypeAlias = float | int | bool | LimitKind | Worse | Exact
+Setting: TypeAlias = float | int | bool | Worse | Exact
 Settings: TypeAlias = Mapping[str, Setting]
 _Metrics: TypeAlias = Annotated[
     dict[str, MetricSettings],
@@ -447,12 +425,7 @@ class ComparisonPolicy:
         settings = dict(self.settings(metric))
         if "floor" in settings:  # who names one means it wherever the repeats were
             settings.setdefault("learned_floor", settings["floor"])
-        kind = settings.pop("kind", None)
-        if kind is None or kind is kind_of(metric):
-            limits = limits_of(metric, is_long=is_long)
-        else:
-            assert isinstance(kind, LimitKind)
-            limits = BY_KIND[kind]
+        limits = limits_of(metric, is_long=is_long)
         known = keys_of(limits)
         changes: dict[str, object] = {k: v for k, v in settings.items() if k in known}
         return replace(limits, **changes)  # type: ignore[arg-type] # typed as the fields are
@@ -465,9 +438,6 @@ ComparisonPolicy.MEGATRON = ComparisonPolicy(base=Base.MEGATRON, name=Base.MEGAT
 def keys_of(limits: Limits) -> frozenset[str]:
     """Return the names of the numbers of one kind."""
     return frozenset(f.name for f in fields(limits))
-
-
-_OF_ALL = frozenset({"judged", "kind"})
 
 
 def policy_named(
@@ -564,15 +534,10 @@ def _check_keys(
 def _wrong_keys(metrics: Mapping[str, MetricSettings]) -> Iterator[tuple[YamlPath, str]]:
     """Yield the limits that their metrics do not have, with the problem."""
     for metric, settings in metrics.items():
-        kinds = (settings["kind"],) if "kind" in settings else _kinds_of(metric)
-        known = _OF_ALL.union(*(keys_of(BY_KIND[kind]) for kind in kinds))
-        whose = f"a metric of kind {' or '.join(kind.value for kind in kinds)}"
+        meant = [name for name in DEFAULTS if fnmatch.fnmatchcase(name, metric)]
+        known = frozenset({"judged"}).union(
+            *(keys_of(limits_of(name)) for name in meant or [metric])
+        )
         for key in (key for key in settings if key not in known):
-            text = f"{metric}: {key!r} is no limit of {whose}, expected {one_of(key, known)}"
+            text = f"{metric}: {key!r} is no limit of it, expected {one_of(key, known)}"
             yield (metric, key), text
-
-
-def _kinds_of(pattern: str) -> tuple[LimitKind, ...]:
-    """Return the kinds of the metrics that a name, or a pattern of names, means."""
-    meant = [metric for metric in DEFAULTS if fnmatch.fnmatchcase(metric, pattern)]
-    return tuple(dict.fromkeys(kind_of(metric) for metric in meant or [pattern]))

@@ -28,7 +28,7 @@ metrics:
   lm loss: {band: 5.0e-3, mean: 2.0e-3}
   mtp_* loss: {band: 1.0e-2}
   iteration-time: {median: 0.2, worse: either}
-  tokens-per-second: {kind: cost, worse: lower}
+  throughput: {median: 0.2}
   num-zeros: {judged: false}
 overrides:
   - cases: [gpt/tp*]
@@ -53,7 +53,7 @@ def test_a_file_changes_limits_by_metric_and_inherits_the_rest(tmp_path: Path) -
     assert policy.limits("mtp_2 loss") == LossLimits(band=1e-2)
     assert policy.limits("total loss") == LossLimits()
     assert policy.limits("iteration-time") == CostLimits(median=0.2, worse=Worse.EITHER)
-    assert policy.limits("tokens-per-second") == CostLimits(worse=Worse.LOWER)
+    assert policy.limits("throughput") == CostLimits(median=0.2, worse=Worse.LOWER)
     assert (policy.is_judged("num-zeros"), policy.is_judged("lm loss")) == (False, True)
 
 
@@ -121,7 +121,7 @@ def test_a_file_changes_the_rules_of_reinforcement_learning(tmp_path: Path) -> N
         (
             "band: 5.0e-3",
             "peak: 5.0e-3",
-            ":4: lm loss: 'peak' is no limit of a metric of kind loss, expected one of absolute, ",
+            ":4: lm loss: 'peak' is no limit of it, expected one of absolute, ",
         ),
         ("band: 5.0e-3", "exact: true", ":4: metrics.lm loss.exact: found True, expected one of"),
         (

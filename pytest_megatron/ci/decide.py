@@ -71,7 +71,6 @@ NO_CLASS = "unknown"
 DOCS = "docs"
 _OF_PULL_REQUESTS = ("pull_request", "push")  # pushes to copies of them, as Megatron-LM's CI has it
 _TESTMON = {None: [], True: ["unit tests with --testmon"], False: ["all unit tests"]}
-_STATUS = re.compile(r"([ADMTUX]|[RC]\d*)\t(.+)").fullmatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,19 +147,6 @@ def _reason(classes: dict[str, tuple[str, ...]], deciding: str | None) -> str:
     return f"{deciding} changed: {listed(classes[deciding], 1)}"
 
 
-def parse_changes(text: str) -> tuple[PathChange, ...]:
-    """Return the changes that lines list: paths, or `git diff --name-status`."""
-    changes: list[PathChange] = []
-    for line in text.splitlines():
-        if match := _STATUS(line.strip()):
-            status = match[1] if match[1] in ("A", "D") else "M"
-            paths = match[2].split("\t")  # of a rename both; a copy and its origin
-            changes += [PathChange(path=path, status=status) for path in paths]
-        elif line.strip():
-            changes.append(PathChange(path=line.strip()))
-    return tuple(changes)
-
-
 def changes_since(root: Path, revision: str) -> tuple[PathChange, ...]:
     """Return the changes in a working tree since it left a revision.
 
@@ -187,8 +173,7 @@ def _git(root: Path, where: str, *arguments: str) -> str:
     if found is None:
         raise SelectionError(
             where,
-            "git does not know it here, expected a revision with a commit in common; "
-            "fetch it, or give --changed-paths",
+            "git does not know it here, expected a revision with a commit in common; fetch it",
         )
     return found
 

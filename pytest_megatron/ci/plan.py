@@ -47,7 +47,6 @@ from pytest_megatron.workloads.recipe.model import (
 )
 
 HISTORY = Path(".pytest_megatron/history.jsonl")
-_MOST_SCOPES = 4  # or rules, in one message
 _NAMED = {"model": "model", "test_case": "test case"}  # too many to tell rows apart by
 
 
@@ -279,25 +278,14 @@ def _select(
 
 
 def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTable) -> str:
-    """Return the scope that the rule asks for, the scopes that have rows, and their rules."""
+    """Return the scopes that the rule asks for, those of rows, and those of all rules."""
     numbers = Counter(row.scope for row in rows if row.disabled_reason is None)
     asked = f"rule {decision.rule!r} asks for scope {','.join(decision.scope)}"
     if not numbers:
         return f"{asked}, and every row is disabled"
-    shown = [f"{scope} ({numbers[scope]})" for scope in sorted(numbers)][:_MOST_SCOPES]
-    more = ", ..." if len(numbers) > _MOST_SCOPES else ""
-    found = f"{asked}, rows have {', '.join(shown)}{more}"
-    others = [rule for rule in table.rules if rule.name != decision.rule]
-    running = [f"{rule.name!r}" for rule in others if numbers.keys() & set(rule.scope)]
-    if running:
-        return f"{found}, which CI runs by rule {' or '.join(running[:_MOST_SCOPES])}"
-    if numbers.keys() & set(decision.scope):
-        return found
-    known = sorted({scope for rule in table.rules for scope in rule.scope})
-    return (
-        f"{found}, which no rule of CI runs; give rows one of {', '.join(known)}, or add rules in "
-        "[tool.pytest-megatron.ci]"
-    )
+    found = ", ".join(f"{scope} ({number})" for scope, number in sorted(numbers.items()))
+    known = ", ".join(sorted({scope for rule in table.rules for scope in rule.scope}))
+    return f"{asked}; rows have {found}, the rules of CI {known}"
 
 
 class _Cases:

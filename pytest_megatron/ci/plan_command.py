@@ -12,7 +12,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
-from typing_extensions import TypedDict, Unpack
 
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
@@ -21,13 +20,11 @@ from pytest_megatron.base.command import (
     echo_error,
     format_option,
 )
-from pytest_megatron.base.files import JsonValue, read_json, read_text
+from pytest_megatron.base.files import JsonValue, read_json
 from pytest_megatron.base.text import counted, grouped, listed, nodes_by_ranks
 from pytest_megatron.ci.decide import (
-    PathChange,
     Trigger,
     changes_since,
-    parse_changes,
     parse_labels,
 )
 from pytest_megatron.ci.jobs import CiJob, LeftOut, integration_matrix, unit_matrix
@@ -39,33 +36,6 @@ from pytest_megatron.workloads.recipe.model import CADENCES
 EXIT_EMPTY = 5  # as pytest's for no tests
 OUTPUT_VARIABLE = "GITHUB_OUTPUT"
 _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "unit")}
-
-
-class _PlanOptions(TypedDict):
-    """The values of the options."""
-
-    labels: str
-    event: str
-    ref: str
-    cadence: str | None
-    environment: str | None
-    platforms: tuple[str, ...]
-    models: tuple[str, ...]
-    test_cases: tuple[str, ...]
-    tag: str | None
-    recipes: tuple[Path, ...]
-    recipe_profile: str | None
-    only: str
-    shards: int | None
-    durations: tuple[Path, ...]
-    gpus: int
-    ranks: int
-    changed_paths: str | None
-    diff: str | None
-    apply_suggestion: bool
-    explain: bool
-    allow_empty: bool
-    form: str
 
 
 @click.command(name="plan")
@@ -117,25 +87,70 @@ class _PlanOptions(TypedDict):
 )
 @click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of each shard's gang.")
 @click.option("--ranks", type=click.IntRange(min=0), default=0, help="The same on the CPU.")
-@click.option(
-    "--changed-paths",
-    metavar="FILE|-",
-    help="Changed paths, or git diff --name-status; suggests a label.",
-)
-@click.option("--diff", metavar="REV", help="The same for what changed since REV.")
+@click.option("--diff", metavar="REV", help="Suggest a label for what changed since REV.")
 @click.option("--apply-suggestion", is_flag=True, help="Plan as if that label were attached.")
 @click.option("--explain", is_flag=True, help="Print why each rule and row is in or out.")
 @click.option("--allow-empty", is_flag=True, help="A plan without jobs is no error.")
 @format_option(
     "text", "json", "github", about=f"github appends step outputs to ${OUTPUT_VARIABLE}."
 )
-def command(**given: Unpack[_PlanOptions]) -> None:
+def command(  # noqa: PLR0913 - one for each option
+    *,
+    labels: str,
+    event: str,
+    ref: str,
+    cadence: str | None,
+    environment: str | None,
+    platforms: tuple[str, ...],
+    models: tuple[str, ...],
+    test_cases: tuple[str, ...],
+    tag: str | None,
+    recipes: tuple[Path, ...],
+    recipe_profile: str | None,
+    only: str,
+    shards: int | None,
+    durations: tuple[Path, ...],
+    gpus: int,
+    ranks: int,
+    diff: str | None,
+    apply_suggestion: bool,
+    explain: bool,
+    allow_empty: bool,
+    form: str,
+) -> None:
     """Print the CI jobs for labels and an event, with the exact command of each.
 
     Run it from the project's root. Exits with 5 if nothing is selected, with 2 if the labels, the
     event, a recipe or the project's table are unusable.
     """
-    request = _request(given)
+    if gpus and ranks:
+        raise SelectionError("--gpus", "--ranks is given as well; give one of them")
+    root = Path()
+    request = PlanRequest(
+        root=root,
+        trigger=Trigger(
+            event=event,
+            labels=parse_labels(labels),
+            ref=ref,
+            cadence=cadence,
+            environment=environment,
+        ),
+        recipes=recipes,
+        profile=None if recipe_profile is None else Profile(recipe_profile),
+        platforms=_split(platforms),
+        models=_split(models),
+        test_cases=_split(test_cases),
+        tag=tag,
+        kinds=_KINDS[only],
+        num_shards=shards,
+        durations=durations,
+        gpus=gpus,
+        ranks=ranks or gpus,
+        changes=None if diff is None else changes_since(root, diff),
+        is_suggestion_applied=apply_suggestion,
+        is_empty_allowed=allow_empty,
+        is_of_fork=_is_of_fork(),
+    )
     try:
         plan = make_plan(request)
     except BrokenRecipesError as broken:
@@ -144,45 +159,11 @@ def command(**given: Unpack[_PlanOptions]) -> None:
         sys.exit(EXIT_UNUSABLE)
     except EmptySelectionError as error:
         echo_error(error)
-        if given["explain"]:
+        if explain:
             empty = make_plan(replace(request, is_empty_allowed=True))
             click.echo(as_text(empty, is_explained=True), nl=False, err=True)
         sys.exit(EXIT_EMPTY)
-    _FORMS[given["form"]](plan, is_explained=given["explain"])
-
-
-def _request(given: _PlanOptions) -> PlanRequest:
-    """Return what is asked for by the options of the command."""
-    if given["changed_paths"] is not None and given["diff"] is not None:
-        raise SelectionError("--diff", "--changed-paths is given as well; give one of them")
-    if given["gpus"] and given["ranks"]:
-        raise SelectionError("--gpus", "--ranks is given as well; give one of them")
-    root, profile = Path(), given["recipe_profile"]
-    return PlanRequest(
-        root=root,
-        trigger=Trigger(
-            event=given["event"],
-            labels=parse_labels(given["labels"]),
-            ref=given["ref"],
-            cadence=given["cadence"],
-            environment=given["environment"],
-        ),
-        recipes=given["recipes"],
-        profile=None if profile is None else Profile(profile),
-        platforms=_split(given["platforms"]),
-        models=_split(given["models"]),
-        test_cases=_split(given["test_cases"]),
-        tag=given["tag"],
-        kinds=_KINDS[given["only"]],
-        num_shards=given["shards"],
-        durations=given["durations"],
-        gpus=given["gpus"],
-        ranks=given["ranks"] or given["gpus"],
-        changes=_changes(root, given["changed_paths"], given["diff"]),
-        is_suggestion_applied=given["apply_suggestion"],
-        is_empty_allowed=given["allow_empty"],
-        is_of_fork=_is_of_fork(),
-    )
+    _FORMS[form](plan, is_explained=explain)
 
 
 def _is_of_fork() -> bool:
@@ -203,19 +184,6 @@ def _is_of_fork() -> bool:
 def _split(lists: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words of lists with commas; empty words are none."""
     return tuple(word.strip() for text in lists for word in text.split(",") if word.strip())
-
-
-def _changes(root: Path, path: str | None, revision: str | None) -> tuple[PathChange, ...] | None:
-    """Return the changed paths of `--diff` or `--changed-paths`, None without either."""
-    if revision is not None:
-        return changes_since(root, revision)
-    if path is None:
-        return None
-    try:
-        text = sys.stdin.read() if path == "-" else read_text(Path(path))
-    except (OSError, UnicodeDecodeError) as problem:
-        raise SelectionError(f"--changed-paths {path}", f"cannot be read: {problem}") from None
-    return parse_changes(text)
 
 
 def _print_text(plan: CiPlan, *, is_explained: bool) -> None:

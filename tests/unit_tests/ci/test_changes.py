@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from pytest_megatron.ci.decide import PathChange, changes_since, parse_changes, suggest
+from pytest_megatron.ci.decide import PathChange, changes_since, suggest
 from pytest_megatron.ci.table import built_in_table
 from pytest_megatron.errors import SelectionError
 
 TABLE = built_in_table()
 RUN, FUNCTIONAL = "Run tests", "Run functional tests"
+
+
+def changes(text: str) -> list[PathChange]:
+    """Return the changes of lines, each a path with or without its status in front."""
+    words = [line.rpartition("\t") for line in text.splitlines()]
+    return [PathChange(path=path, status=status or "M") for status, _, path in words]
 
 
 @pytest.mark.parametrize(
@@ -63,19 +69,19 @@ RUN, FUNCTIONAL = "Run tests", "Run functional tests"
 def test_the_label_follows_the_kinds_of_paths(
     text: str, label: str | None, classes: set[str]
 ) -> None:
-    found = suggest(parse_changes(text), TABLE)
+    found = suggest(changes(text), TABLE)
     assert (found.label, set(found.classes)) == (label, classes)
     assert found.docs_only == (classes == {"docs"})
 
 
 def test_the_suggestion_names_the_path_that_asks_for_it() -> None:
-    found = suggest(parse_changes("README.md\npretrain_gpt.py\ntrain_rl.py"), TABLE)
+    found = suggest(changes("README.md\npretrain_gpt.py\ntrain_rl.py"), TABLE)
     assert found.reason == "numerics changed: pretrain_gpt.py and 1 more"
-    assert suggest(parse_changes("README.md"), TABLE).reason == "only docs changed"
+    assert suggest(changes("README.md"), TABLE).reason == "only docs changed"
 
 
 def test_lts_is_never_suggested() -> None:
-    paths = parse_changes("docker/Dockerfile.ci.lts\nmegatron/core/transformer/mlp.py\nuv.lock")
+    paths = changes("docker/Dockerfile.ci.lts\nmegatron/core/transformer/mlp.py\nuv.lock")
     assert suggest(paths, TABLE).labels == (FUNCTIONAL,)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,8 @@ def write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def invoke(*arguments: str, stdin: str | None = None) -> Result:
-    return CliRunner().invoke(command, arguments, input=stdin)
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(command, arguments)
 
 
 def plan(*arguments: str) -> dict[str, JsonValue]:
@@ -487,8 +488,8 @@ def test_rows_of_megatron_lms_driver_have_its_ranks_and_repeats(
 @pytest.mark.parametrize(
     ("scope", "why"),
     [
-        ("mr", "rows have mr (1), which no rule of CI runs; give rows one of L0, L1, L2, L3, or "),
-        ("L3", "rows have L3 (1), which CI runs by rule 'label Run weekly' or 'weekly'"),
+        ("mr", "rows have mr (1), the rules of CI L0, L1, L2, L3"),
+        ("L3", "rows have L3 (1), the rules of CI L0, L1, L2, L3"),
         ("L1-broken", "and every row is disabled"),
     ],
 )
@@ -629,21 +630,27 @@ def test_a_matrix_that_github_would_refuse_is_an_error(project: Path) -> None:
     assert str(result.exception).startswith("--format github: 263 unit jobs, a matrix of GitHub ")
 
 
-def test_changed_paths_suggest_a_label_that_may_be_applied() -> None:
-    given = ("--changed-paths", "-", "--only", "workloads", "--format", "json")
-    told = json.loads(invoke(*given, stdin="M\tpretrain_gpt.py\n").stdout)
-    applied = json.loads(invoke(*given, "--apply-suggestion", stdin="pretrain_gpt.py\n").stdout)
+def test_changed_paths_suggest_a_label_that_may_be_applied(project: Path) -> None:
+    identity = ("-c", "user.name=n", "-c", "user.email=e@example.org")
+    for words in (
+        ["init", "-q", "-b", "main"],
+        [*identity, "commit", "-q", "--allow-empty", "-mx"],
+    ):
+        subprocess.run(["git", *words], cwd=project, check=True)  # noqa: S607 - the user's git
+    write(project / ".gitignore", "*\n!pretrain_gpt.py\n")
+    write(project / "pretrain_gpt.py", "")
+    given = ("--diff", "main", "--only", "workloads", "--format", "json")
+    told = json.loads(invoke(*given).stdout)
+    applied = json.loads(invoke(*given, "--apply-suggestion").stdout)
     assert (told["scope"], told["suggestion"]["label"]) == ("L0", "Run functional tests")
     assert (applied["scope"], applied["rule"]) == ("L1", "label Run functional tests")
-    docs = invoke("--changed-paths", "-", stdin="docs/a.md\n").stdout.splitlines()
-    assert "label for these changes: none, only docs changed" in docs
+    line = "label for these changes: 'Run functional tests', numerics changed: pretrain_gpt.py"
+    assert line in invoke("--diff", "main").stdout.splitlines()
 
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("--changed-paths", "x", "--diff", "y"), "--diff: --changed-paths is given as well; give"),
-        (("--changed-paths", "gone"), "--changed-paths gone: cannot be read: "),
         (("--gpus", "1", "--ranks", "1"), "--gpus: --ranks is given as well; give one of them"),
         (("--event", "pushed"), "--event: unknown event 'pushed', expected one of merge_group,"),
         (("--platform", "dgx_h10"), "--platform: unknown platform 'dgx_h10', expected one of cpu"),

@@ -7,11 +7,9 @@ heavy.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -115,8 +113,7 @@ class RecipeFile(pytest.File):
         try:
             reader: RecipeReader | None = self.config.pluginmanager.get_plugin(WORKLOADS_PLUGIN)
             assert reader is not None
-            with _no_garbage_search():
-                workloads = reader.load(self._shown_path())
+            workloads = reader.load(self._shown_path())
         except MegatronError as error:
             raise self.CollectError(str(error)) from None
         marks = _Marks(self.config)
@@ -135,18 +132,6 @@ class RecipeFile(pytest.File):
             return self.path.relative_to(Path.cwd())
         except ValueError:
             return self.path
-
-
-@contextlib.contextmanager
-def _no_garbage_search() -> Iterator[None]:
-    """Search for no cyclic garbage: a large recipe makes many objects, and they are all in use."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def collect_recipe(file_path: Path, parent: pytest.Collector) -> RecipeFile | None:

@@ -32,7 +32,6 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.rules import RuleMatch
 from pytest_megatron.workloads.training.plan.plan import (
     CONNECTIONS_VARIABLE,
-    EXPERT_OVERLAP,
     FSDP,
     MOST_CONNECTIONS,
     Connections,
@@ -108,16 +107,13 @@ def _check_connections(start: _CheckedStart, env: Mapping[str, str]) -> Iterator
         yield RuleMatch("connections-number", where, value=repr(value))
         return
     given, needs = start.arguments, connections_of(start.arguments, platform)
-    is_one = int(value) == 1
     if needs is Connections.ONE and value != "1":
         names = {"TP": given.size(TP), "CP": given.size(CP)}
         split = " and ".join(f"{name} {size}" for name, size in names.items() if (size or 1) > 1)
         yield RuleMatch("connections-one", where, value=value, split=split, platform=platform)
-    elif needs is Connections.NOT_ONE and is_one:
+    elif needs is Connections.NOT_ONE and value == "1":
         option = next(name for name in FSDP if given.is_on(name))
         yield RuleMatch("connections-fsdp", where, option=option)
-    elif needs is Connections.MANY and is_one:
-        yield RuleMatch("connections-overlap", where, option=EXPERT_OVERLAP, platform=platform)
 
 
 def _product_text(sizes: Mapping[str, int]) -> str:

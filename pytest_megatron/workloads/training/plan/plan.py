@@ -105,15 +105,13 @@ class Connections(Enum):
 
     With one connection kernels start in the order in which they were launched, so that a
     collective of tensor or context parallelism starts before the kernel that it overlaps with.
-    Blackwell keeps this order anyway; FSDP and the overlap of expert parallelism need several
-    streams side by side instead.
+    Blackwell keeps this order anyway; FSDP needs several streams side by side instead, and so does
+    the overlap of expert parallelism, for which Megatron leaves the value open.
     """
 
     ANY = "any"  # Megatron does not ask for it
     ONE = "one"  # Megatron refuses to start with anything else
     NOT_ONE = "not-one"  # Megatron refuses to start with 1
-    MANY = "many"  # 1 works, and takes the overlap away
-    EITHER = "either"  # 1 for one overlap or 32 for the other; the user has to say
 
 
 def connections_of(model_args: ModelArgs, platform: str) -> Connections:
@@ -123,9 +121,9 @@ def connections_of(model_args: ModelArgs, platform: str) -> Connections:
     model = gpu_model_of(platform)
     if model is None or model.architecture >= FIRST_WITHOUT_RULE:
         return Connections.ANY
-    is_split = any((model_args.size(name) or 1) > 1 for name in (TP, CP))
     if model_args.is_on(EXPERT_OVERLAP):
-        return Connections.EITHER if is_split else Connections.MANY
+        return Connections.ANY
+    is_split = any((model_args.size(name) or 1) > 1 for name in (TP, CP))
     return Connections.ONE if is_split else Connections.ANY
 
 
@@ -139,9 +137,8 @@ def planned_connections(
         platform: Platform of the row.
         env: What the user has set.
     """
-    values = {Connections.ONE: "1", Connections.MANY: str(MOST_CONNECTIONS)}
-    value = values.get(connections_of(model_args, platform))
-    return {} if value is None or CONNECTIONS_VARIABLE in env else {CONNECTIONS_VARIABLE: value}
+    is_one = connections_of(model_args, platform) is Connections.ONE
+    return {CONNECTIONS_VARIABLE: "1"} if is_one and CONNECTIONS_VARIABLE not in env else {}
 
 
 FT_PACKAGE = "nvidia_resiliency_ext"

@@ -69,7 +69,7 @@ def close_engine(session: RunSession) -> None:
         engine.close()
 
 
-_EVERY_S, _DETAIL_EVERY_S, _HEARTBEAT_S = 10.0, 60.0, 300.0
+_EVERY_S, _HEARTBEAT_S = 20.0, 300.0  # CI systems end what is silent for 10 minutes
 _MOST_SHOWN = 8  # trainings that run at once; a screen has 24 rows
 
 
@@ -79,8 +79,7 @@ class QueueTerminal:
     def __init__(self, config: pytest.Config, engine: str) -> None:
         self._config = config
         self._engine = engine
-        self._counts: tuple[int, ...] = ()
-        self._detail = ""
+        self._printed: list[str] = []
         self._printed_at = float("-inf")
         self._progress: dict[str, str] = {}
 
@@ -115,14 +114,9 @@ class QueueTerminal:
         rows += texts[:_MOST_SHOWN]
         if len(texts) > _MOST_SHOWN:
             rows.append(f"  and {len(texts) - _MOST_SHOWN} more")
-        counts = (progress.num_ended, progress.num_running, progress.num_waiting)
-        detail = "\n".join([progress.detail, *texts])
-        if is_due(
-            now - self._printed_at,
-            has_new_counts=counts != self._counts,
-            has_new_detail=detail != self._detail,
-        ):
-            self._counts, self._detail, self._printed_at = counts, detail, now
+        limit_s = _HEARTBEAT_S if rows == self._printed else _EVERY_S
+        if now - self._printed_at >= limit_s:
+            self._printed, self._printed_at = rows, now
             self.write(rows)
 
     def note_end(self, name: str) -> None:
@@ -309,20 +303,6 @@ def register_queue(config: pytest.Config, session: RunSession) -> None:
 def _is_skipped(item: WorkloadItem) -> bool:
     """Return true if marks skip an item: pytest then never runs its setup."""
     return evaluate_skip_marks(item) is not None
-
-
-def is_due(since_s: float, *, has_new_counts: bool, has_new_detail: bool) -> bool:
-    """Return whether a line is worth printing where none can be replaced: in the log of CI.
-
-    CI systems end what is silent for 10 minutes; a reason for waiting may change all the time.
-
-    Args:
-        since_s: Since the last line.
-        has_new_counts: Whether more or fewer have ended, run or wait than it shows.
-        has_new_detail: Whether the engine's detail or a training's progress is new.
-    """
-    limit_s = _EVERY_S if has_new_counts else _DETAIL_EVERY_S if has_new_detail else _HEARTBEAT_S
-    return since_s >= limit_s
 
 
 def queue_text(engine: str, progress: QueueProgress) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
-
-from pytest_megatron.workloads.items.queue import is_due, queue_text
+from pytest_megatron.workloads.items.queue import queue_text
 from pytest_megatron.workloads.verdict.scheduler import QueueProgress
 
 STANDING = QueueProgress(
@@ -26,20 +24,3 @@ def test_the_line_has_counts_and_the_engines_words() -> None:
     )
     bare = dataclasses.replace(STANDING, num_held=0, detail="")
     assert queue_text("slurm", bare) == "slurm: 12 of 200 ended, 3 running, 85 waiting"
-
-
-@pytest.mark.parametrize(
-    ("since_s", "counts", "detail", "is_printed"),
-    [
-        (9.0, True, True, False),
-        (10.0, True, False, True),
-        (59.0, False, True, False),
-        (60.0, False, True, True),
-        (299.0, False, False, False),
-        (300.0, False, False, True),
-    ],
-)
-def test_a_log_hears_of_counts_soon_of_reasons_later_and_always_that_it_goes_on(
-    since_s: float, *, counts: bool, detail: bool, is_printed: bool
-) -> None:
-    assert is_due(since_s, has_new_counts=counts, has_new_detail=detail) is is_printed

@@ -165,12 +165,7 @@ class BuildRecipe(TypedDict):
     spec: BuildSpec
 
 
-_SIMILAR, _SIMILAR_TO_LACKING = 0.8, 0.7
-# Keys of which every row needs one, from its product or from spec.
-_NEEDED = (
-    *({"environment"}, {"gpus"}, {"model"}, {"platforms"}, {"scope"}),
-    {"script", "training_script_path"},
-)
+_SIMILAR = 0.8
 _TYPES: dict[str, type[BasicRecipe | BuildRecipe]] = {
     "basic": BasicRecipe,
     "build": BuildRecipe,
@@ -209,31 +204,19 @@ def _schema_finding(document: YamlDocument, problem: SchemaProblem) -> Finding:
     return finding_at(document, path, rule, problem.message)
 
 
-def _similar_keys(value: Mapping[str, JsonValue]) -> Iterator[tuple[YamlPath, str, bool]]:
-    """Yield extra keys of `spec` or of a product that look like known ones, with those.
-
-    The third says whether rows need the known one and lack it; else the extra one may be meant.
-    """
-    spec = value.get("spec")
+def _similar_keys(document: YamlDocument) -> Iterator[Finding]:
+    """Yield extra keys of `spec` or of a product that look like known ones."""
+    value = document.value
+    spec, known = value.get("spec"), {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
     if value.get("type") != "basic" or not isinstance(spec, dict):
         return
-    products = dict(_products_of(value.get("products")))
-    known = {*RecipeSpec.__annotations__, *RecipeProduct.__annotations__}
-    for path, mapping in {("spec",): spec, **products}.items():
-        if not (others := [key for key in mapping if key not in known]):
-            continue
-        users = products.values() if mapping is spec else (mapping,)
-        lacking = [
-            name
-            for names in _NEEDED
-            if any(names.isdisjoint(spec.keys() | user.keys()) for user in users)
-            for name in names
-        ]
-        for key in others:
-            if close := difflib.get_close_matches(key, lacking, 1, _SIMILAR_TO_LACKING):
-                yield (*path, key), close[0], True
-            elif close := difflib.get_close_matches(key, known, 1, _SIMILAR):
-                yield (*path, key), close[0], False
+    mappings: dict[YamlPath, dict[str, JsonValue]] = {("spec",): spec}
+    mappings |= dict(_products_of(value.get("products")))
+    places = [(*path, key) for path, found in mappings.items() for key in found.keys() - known]
+    for path in places:
+        if close := difflib.get_close_matches(str(path[-1]), known, 1, _SIMILAR):
+            text = f"{dotted(path)}: is a placeholder of its own; did you mean {close[0]!r}?"
+            yield finding_at(document, path, "similar-key", text, Severity.WARNING)
 
 
 def _products_of(entries: JsonValue) -> Iterator[tuple[YamlPath, dict[str, JsonValue]]]:
@@ -365,19 +348,8 @@ def _expanded(
     if profile is Profile.COMPAT and not is_of_rows:
         return expand_compat(document, findings)
     problems = list(_schema_problems(document.value))
-    similar = list(_similar_keys(document.value))
-    meant = {(*path[:-1], key) for path, key, is_lacking in similar if is_lacking}
-    problems = [problem for problem in problems if problem.path not in meant]
-    warnings: list[Finding] = []
-    for path, key, is_lacking in similar:
-        if is_lacking:  # the extra one is the key that rows lack
-            text = f"unknown key, and rows have no {key}; did you mean {key!r}?"
-            problems.append(SchemaProblem(path=path, kind="misspelt", text=text))
-        else:
-            text = f"{dotted(path)}: is a placeholder of its own; did you mean {key!r}?"
-            warnings.append(finding_at(document, path, "similar-key", text, Severity.WARNING))
     findings += (_schema_finding(document, problem) for problem in problems)
-    findings += warnings
+    findings += _similar_keys(document)
     expand = expand_rows if is_of_rows else expand_strict
     return expand(document, vocabulary, [problem.path for problem in problems], findings)
 

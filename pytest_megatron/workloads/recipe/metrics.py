@@ -13,7 +13,7 @@ from typing import Annotated, NotRequired
 from typing_extensions import TypedDict
 
 from pytest_megatron.base.schema import About, Text, closed
-from pytest_megatron.base.text import one_of, without_colours
+from pytest_megatron.base.text import without_colours
 
 NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+|(?:inf(?:inity)?|nan)\b)(?:e[-+]?\d+)?"
 _SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
@@ -179,10 +179,6 @@ def parse_source(value: Mapping[str, str], names: tuple[str, ...]) -> MetricSour
         ValueError: They describe none; the text says what was expected.
     """
     texts = {key: value.get(key) for key in ("source", "path", "step", "pattern")}
-    words = [form.value for form in MetricFormat]
-    if texts["source"] not in words:
-        problem = f"source is {texts['source']!r}, expected {one_of(str(texts['source']), words)}"
-        raise ValueError(problem)
     form = MetricFormat(texts["source"])
     is_printed = form is MetricFormat.PRINTED
     for key, is_taken in (("pattern", is_printed), ("path", not is_printed)):

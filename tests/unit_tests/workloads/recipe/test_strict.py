@@ -197,51 +197,14 @@ def test_an_extra_spec_key_is_a_placeholder_one_like_a_known_key_a_warning() -> 
     ]
 
 
-@pytest.mark.parametrize(
-    ("head", "product", "finding"),
-    [
-        pytest.param(
-            HEAD.replace("platforms", "platfroms"),
-            GOOD,
-            "r.yaml:6: spec.platfroms: unknown key, and rows have no platforms; did you mean "
-            "'platforms'? [schema]",
-            id="in spec",
-        ),
-        pytest.param(
-            HEAD.replace("  platforms: dgx_a100\n", ""),
-            "{environment: [dev], scope: [mr],\n      platfroms: [cpu]}",
-            "r.yaml:10: products[0].products[0].platfroms: unknown key, and rows have no "
-            "platforms; did you mean 'platforms'? [schema]",
-            id="in a product",
-        ),
-        pytest.param(
-            HEAD.replace("gpus: 8", "gpsu: 8"),
-            GOOD,
-            "r.yaml:5: spec.gpsu: unknown key, and rows have no gpus; did you mean 'gpus'? "
-            "[schema]",
-            id="a key that spec has to have",
-        ),
-        pytest.param(
-            HEAD.replace("training_script_path", "training_scrpt_path"),
-            GOOD,
-            "r.yaml:7: spec.training_scrpt_path: unknown key, and rows have no "
-            "training_script_path; did you mean 'training_script_path'? [schema]",
-            id="what runs",
-        ),
-        pytest.param(
-            HEAD.replace("spec:", "spce:"),
-            GOOD,
-            "r.yaml:3: spce: unknown key, expected one of format_version, loggers, maintainers, "
-            "products, spec, type; did you mean 'spec'? [schema]",
-            id="at the top",
-        ),
-    ],
-)
-def test_a_misspelt_key_that_rows_need_is_one_error_at_its_line(
-    head: str, product: str, finding: str
-) -> None:
-    text = f"{head}products:\n  - test_case: [a]\n    products: [{product}]\n"
-    assert found(text) == [finding]
+def test_a_misspelt_key_that_rows_need_is_missing_and_named() -> None:
+    head = HEAD.replace("platforms", "platfroms")
+    loaded = read(f"{head}products:\n  - test_case: [a]\n    products: [{GOOD}]\n")
+    assert loaded.workloads == ()
+    assert [(one.rule, one.line, one.is_error) for one in loaded.findings] == [
+        ("similar-key", 6, False),
+        ("row", 10, True),
+    ]
 
 
 def test_a_key_of_a_product_that_looks_like_a_known_one_is_a_warning() -> None:

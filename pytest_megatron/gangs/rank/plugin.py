@@ -176,11 +176,11 @@ class RankPlugin:
         Returns:
             Reason why this rank cannot run another test, or "".
         """
-        lack = self._state.find_lack_of_descriptors()
         found, problem = ([], "") if is_last else self._state.restore()
         if continue_parent():
             found.append("it stopped the process that starts ranks, which was continued")
-        found += [f"{what}, and its gang is replaced" for what in (problem, lack) if what]
+        if problem:
+            found.append(f"{problem}, and its gang is replaced")
         if found:
             self._warnings.append(
                 {
@@ -194,7 +194,7 @@ class RankPlugin:
                     "location": None,
                 }
             )
-        return problem or lack
+        return problem
 
     def may_start(self, run: Run) -> bool:
         """Wait for the other ranks; return whether the test before this one passed on all."""

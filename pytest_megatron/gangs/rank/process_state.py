@@ -8,8 +8,6 @@ gang with another default group is replaced, and a warning names the test.
 from __future__ import annotations
 
 import builtins
-import errno
-import resource
 import signal
 import sys
 import time
@@ -23,12 +21,10 @@ from pytest_megatron.gangs.rank.logs import STANDARD, RankLogs
 from pytest_megatron.process.originals import os
 
 _ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
-_TIMER = "timer"
 _MOST_BYTES = 8192
 _STOPS = sum(1 << (n - 1) for n in (signal.SIGSTOP, signal.SIGTSTP))  # in a mask of /proc
 _KILLS = 1 << (signal.SIGKILL - 1)
 _MOST_S = 10.0
-_MORE_DESCRIPTORS = 64
 _environ = os.environ
 _environb = os.environb
 _variables = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])  # a tenth as long to read
@@ -70,8 +66,6 @@ class StateKeeper:
         state[_DIRECTORY] = directory
         state[_OPEN] = builtins.open
         state[_GROUP] = default_group()
-        is_armed = signal.getitimer(signal.ITIMER_REAL)[0] > 0
-        state[_TIMER] = is_armed or self._expected.get(_TIMER, False)
         state.update(_streams())
         return state
 
@@ -131,22 +125,6 @@ class StateKeeper:
             found.append("it removed the directory for temporary files, which was made again")
         return found, wrong_group
 
-    def find_lack_of_descriptors(self) -> str:
-        """Return what is wrong if the test has used up all descriptors, or "".
-
-        What is done after the test may have some more then.
-        """
-        try:
-            os.close(os.dup(2))
-        except OSError as error:
-            if error.errno != errno.EMFILE:
-                return ""
-            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            more = soft + _MORE_DESCRIPTORS if hard < 0 else min(soft + _MORE_DESCRIPTORS, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            return f"it left none of {soft} descriptors free"
-        return ""
-
     def _put_back(self, name: str, value: object, wanted: object) -> str:
         """Undo a change, and return its description."""
         match name:
@@ -158,9 +136,6 @@ class StateKeeper:
                 return "it replaced builtins.open, which was put back"
             case "directory":
                 return _go_back(value, wanted)
-            case "timer":
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                return "it left an alarm set, which was stopped"
             case _:
                 self.logs.reopen(name)
                 return f"it closed or replaced {name}, which was opened anew"

@@ -127,13 +127,11 @@ class AskToCollect:
         workerinput: `config.workerinput` of the rank, encoded.
         base_temp: Directory of its temporary files.
         digest: Digest of the controller's node ids; "" while it collects.
-        avoided: Node id of a collector that a rank died in -> message to report instead.
     """
 
     workerinput: str
     base_temp: str
     digest: str = ""
-    avoided: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

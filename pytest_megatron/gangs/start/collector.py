@@ -298,16 +298,9 @@ class CollectingPlugin:
     _debugger: object = None
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_make_collect_report(
-        self, collector: pytest.Collector
-    ) -> pytest.CollectReport | None:
-        """Write the current collector, in case the process dies; skip one that ended a process."""
-        reason = self._asked.avoided.get(collector.nodeid)
-        if reason is not None:
-            self._problems[collector.nodeid] = reason
-            return pytest.CollectReport(collector.nodeid, "passed", None, [])
+    def pytest_make_collect_report(self, collector: pytest.Collector) -> None:
+        """Write the current collector, in case the process dies."""
         self._pipes.note(collector.nodeid)
-        return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Keep errors and skips of collectors."""

@@ -209,7 +209,6 @@ class _World:
     Attributes:
         collected: Rank -> what it has collected.
         lost: Rank -> reason why it has none of its tests.
-        avoided: Rank -> node id of a collector that it must not collect again -> reason.
         nodes: Rank -> its node for plugins of the controller.
         lost_at: When the first rank was lost.
     """
@@ -217,7 +216,6 @@ class _World:
     collected: dict[int, Collected] = field(default_factory=dict)
     differences: dict[int, CollectionDifference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    avoided: dict[int, dict[str, str]] = field(default_factory=dict)
     nodes: dict[int, RankNode] = field(default_factory=dict)
     lost_at: float = 0.0
 
@@ -407,7 +405,6 @@ class PerRank:
                 workerinput=encode(world.nodes[rank].workerinput),
                 base_temp=base_temps[rank],
                 digest="" if self._node_ids is None else digest_of(self._node_ids),
-                avoided=world.avoided.get(rank, {}),
             )
             collector.peer.send(collect)
 
@@ -425,7 +422,7 @@ class PerRank:
             case Died(exit_code=exit_code, phase=node_id):
                 if not collectors[0].is_ready:
                     what = f"{describe_exit(exit_code)} while it collected {node_id}".strip()
-                    _blame(world, config.rank, node_id, f"{what}; see {config.log_dir}/stderr.log")
+                    world.lost[config.rank] = f"{what}; see {config.log_dir}/stderr.log"
             case _:
                 assert_never(message)
 
@@ -460,14 +457,14 @@ class PerRank:
                 collector.is_asked, collector.until = True, now + _STACKS_S
 
     def _give_up(self, collectors: Sequence[RankCollector], stacks: Stacks) -> None:
-        """Record the current collector of late ranks as failed, and kill them."""
+        """Record late ranks as lost, with what they were collecting, and kill them."""
         for collector in collectors:
             if collector.is_asked and not collector.is_ready:
                 rank, world = collector.config.rank, self._worlds[collector.config.world_size]
                 node_id = stacks.phases.get(str(rank), "")
                 stack = shorten_stack(stacks.stacks.get(str(rank), ""))
                 what = f"did not end collecting {node_id or 'its tests'} in {self._limit_s:g} s"
-                _blame(world, rank, node_id, f"{stack}\n{what}" if stack else what)
+                world.lost[rank] = f"{stack}\n{what}" if stack else what
         self._collectors.kill(collectors[0].number)
 
 
@@ -475,14 +472,6 @@ def _node_ids(items: Sequence[pytest.Item]) -> list[str]:
     """Return the tests that ranks collect as well: no workloads."""
     own = __package__.partition(".")[0]
     return [i.nodeid for i in items if type(i).__module__.partition(".")[0] != own]
-
-
-def _blame(world: _World, rank: int, node_id: str, reason: str) -> None:
-    """Skip a collector on a rank that died in it; if it is not known, the rank is lost."""
-    avoided = world.avoided.setdefault(rank, {})
-    if not node_id or node_id in avoided:
-        world.lost[rank] = reason
-    avoided[node_id] = reason
 
 
 class ExtraItem(pytest.Item):

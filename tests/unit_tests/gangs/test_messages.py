@@ -53,9 +53,7 @@ REPORT = PhaseReport("call", "failed", full={"sections": [["out", "x\0y"]]})
 MESSAGES: tuple[Message, ...] = (
     Register(role="agent", node_rank=2),
     Hello(pid=7),
-    AskToCollect(
-        workerinput="{}", base_temp="temp/rank0", digest="1f", avoided={"test_a.py": "died"}
-    ),
+    AskToCollect(workerinput="{}", base_temp="temp/rank0", digest="1f"),
     Collected(is_same=False, node_ids=("t.py::a",), problems={"u.py": "no"}, obstacle="CUDA"),
     Ready(missing={"test_a.py::test_1": "ImportError: b"}),
     PhaseEnded(run=1, when="call", outcome="failed", report=REPORT),

@@ -496,7 +496,7 @@ class Comparer:
             return max(learned, _ROUNDED * own, self._update_limit(name, both[0]))
         least = max(_LEAST_LIMIT * max(self._epsilons), _DRIFT * self._drift)
         limit = max(learned, least, _LEVEL_EFFECT * math.sqrt(2 * self._level))
-        if name.phase == "update":  # a moment may be of squares, which are twice as far off
+        if group == "buffer":
             return 2 * limit
         if name.phase == "gradient":
             root = _root_mean_square(both[0])
@@ -581,12 +581,9 @@ def _amounts(
 
 
 def _group(piece: Piece) -> str:
-    """Return what a tensor is like: its phase, or the name of an optimizer's state, or a buffer."""
+    """Return what a tensor is like: its phase, or a buffer."""
     shard = piece.record.parameter
-    if shard is None or not ({"state", "buffer"} & shard.attributes.keys()):
-        return piece.record.phase
-    is_state = "state" in shard.attributes
-    return piece.record.tensor.rpartition(".")[2] if is_state else "buffer"
+    return "buffer" if shard is not None and "buffer" in shard.attributes else piece.record.phase
 
 
 def _size(part: HeldPart) -> int:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from pytest_megatron.base.schema import Count, FormatVersion, SchemaError, parse
 from pytest_megatron.errors import TraceError
@@ -23,6 +23,8 @@ from pytest_megatron.trace.settings import TraceValues
 
 MOST_DIVERGENCES = 50  # of one comparison, that are kept
 _END = b'{"end"'
+_STATE = b'"state":true'  # of an optimizer, which earlier versions recorded
+_T = TypeVar("_T")
 _RANK = re.compile(r"rank_(\d+)\.jsonl").fullmatch
 
 
@@ -79,8 +81,7 @@ class ParameterShard:
         global_offset: Where this part begins in it.
         flat: Elements of the flattened part that this rank owns, from and to; the record holds
             these alone, one after the other. None: all of them, in their shape.
-        attributes: megatron-core's attributes of the parameter; `buffer` of a buffer, `state` of
-            what an optimizer keeps of a parameter.
+        attributes: megatron-core's attributes of the parameter; `buffer` of a buffer.
     """
 
     key: str | None
@@ -228,11 +229,7 @@ def read_header(path: Path) -> TraceHeader:
         TraceError: It is no header, or of another version of the format.
     """
     with path.open("rb") as lines:
-        try:
-            return parse(TraceHeader, lines.readline())
-        except SchemaError as error:
-            problem = error.problems[0].in_output
-            raise TraceError(f"{path}:1", f"is no header of a trace: {problem}") from None
+        return _parsed(TraceHeader, lines.readline(), f"{path}:1", "header")
 
 
 def read_records(path: Path) -> Iterator[TraceRecord]:
@@ -252,7 +249,8 @@ def record_lines(path: Path) -> Iterator[bytes]:
         for line in file:
             if line.startswith(_END) or not line.endswith(b"\n"):
                 return
-            yield line
+            if _STATE not in line:
+                yield line
 
 
 def parse_record(line: bytes, where: str) -> TraceRecord:
@@ -261,15 +259,20 @@ def parse_record(line: bytes, where: str) -> TraceRecord:
     Raises:
         TraceError: It is no record; `where` names it.
     """
+    record = _parsed(TraceRecord, line, where, "record")
+    if b'"key":' not in line:
+        return record
+    return dataclasses.replace(record, parameter=_parsed(ParameterShard, line, where, "record"))
+
+
+def _parsed(kind: type[_T], line: bytes, where: str, what: str) -> _T:
+    """Return a line of a trace; a TraceError if it is none of its kind."""
     try:
-        record = parse(TraceRecord, line)
-        if b'"key":' not in line:
-            return record
-        return dataclasses.replace(record, parameter=parse(ParameterShard, line))
+        return parse(kind, line)
     except SchemaError as error:
         problem = error.problems[0].in_output
         raise TraceError(
-            where, f"is no record of a trace: {problem}; record the trace again"
+            where, f"is no {what} of a trace: {problem}; record the trace again"
         ) from None
 
 
@@ -282,8 +285,4 @@ def read_end(path: Path) -> TraceEnd | None:
     line = last.rstrip(b"\n").rpartition(b"\n")[2]
     if not line.startswith(_END) or not last.endswith(b"\n"):
         return None
-    try:
-        return parse(TraceEnd, line)
-    except SchemaError as error:
-        problem = error.problems[0].in_output
-        raise TraceError(str(path), f"has no end of a trace in its last line: {problem}") from None
+    return _parsed(TraceEnd, line, f"{path}, last line", "end")

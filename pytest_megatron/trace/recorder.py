@@ -476,8 +476,6 @@ class Recorder:
                 if flat != (0, 0):
                     self._record_parameter("update", one, one.parameter, flat)
                 self._updated.add(id(one.parameter))
-            for one in self._parameters_of(optimizer):
-                self._record_states(optimizer, one)
             for model in self._models:
                 for one in model.buffers:
                     self._record_parameter("update", one, one.values, None)
@@ -488,15 +486,6 @@ class Recorder:
             if one.parameter.requires_grad
         ):
             self._end_step()
-
-    def _record_states(self, optimizer: object, one: NamedParameter) -> None:
-        """Record what an optimizer keeps of each element of a parameter, such as its moments."""
-        for held, flat, state in _states_of(optimizer, one.parameter):
-            for name, found in sorted(state.items()):
-                if not isinstance(found, torch.Tensor) or found.shape != held.shape:
-                    continue
-                tensor = local_values(found) if flat is None else _spread(found, one, flat)
-                self._record_parameter("update", one, tensor, flat, state=str(name))
 
     def _parameters_of(self, optimizer: object) -> list[NamedParameter]:
         """Return the parameters that an optimizer changes; all where it has copies of its own."""
@@ -516,11 +505,10 @@ class Recorder:
         flat: tuple[int, int] | None,
         *,
         step: int | None = None,
-        state: str = "",
     ) -> None:
-        """Record a parameter, its gradient or a state of it."""
-        place = _Place(one.module, one.kind, f"{one.name}.{state}" if state else one.name)
-        for shard, shape, values in one.parts(tensor, flat, state):
+        """Record a parameter or its gradient."""
+        place = _Place(one.module, one.kind, one.name)
+        for shard, shape, values in one.parts(tensor, flat):
             measured = self._measure(values)
             self._append(phase, place, values, measured, shard=shard, shape=shape, step=step)
 
@@ -628,39 +616,6 @@ def _owned(optimizer: object) -> dict[int, tuple[int, int]]:
             held = getattr(part, _RANGES)(parameter)["param"]
             found[id(parameter)] = (held.start, held.end)
     return found
-
-
-def _states_of(
-    optimizer: object, parameter: torch.Tensor
-) -> Iterator[tuple[torch.Tensor, tuple[int, int] | None, Mapping[str, object]]]:
-    """Yield what optimizers of torch, alone or inside megatron-core's, keep of a parameter.
-
-    Each is the tensor that is updated, the elements of the parameter that it has (None for all),
-    and the state by name.
-    """
-    for part in _parts(optimizer):
-        inner = getattr(part, "optimizer", part)
-        if not isinstance(inner, torch.optim.Optimizer):
-            continue
-        ranges = getattr(part, "model_param_gbuf_map", None)
-        if ranges is None:
-            held, flat = getattr(parameter, "main_param", parameter), None
-        elif parameter in ranges:
-            group, order = part.model_param_group_index_map[parameter]  # type: ignore[attr-defined]
-            held = inner.param_groups[group]["params"][order]
-            found = getattr(part, _RANGES)(parameter)["param"]
-            flat = (found.start, found.end)
-        else:
-            continue
-        if isinstance(held, torch.Tensor) and held in inner.state:
-            yield held, flat, inner.state[held]
-
-
-def _spread(part: torch.Tensor, one: NamedParameter, flat: tuple[int, int]) -> torch.Tensor:
-    """Return a tensor of a parameter's shape that has these elements."""
-    whole = torch.zeros(one.parameter.shape, dtype=part.dtype, device=part.device)
-    whole.view(-1)[slice(*flat)] = part.reshape(-1)
-    return whole
 
 
 def _gathers_late(optimizer: object) -> bool:

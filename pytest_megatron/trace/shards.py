@@ -93,19 +93,18 @@ class NamedParameter:
         return cast("torch.Tensor", getattr(module, name))
 
     def parts(
-        self, tensor: torch.Tensor, flat: tuple[int, int] | None, state: str = ""
+        self, tensor: torch.Tensor, flat: tuple[int, int] | None
     ) -> Iterator[tuple[ParameterShard, tuple[int, ...], torch.Tensor]]:
         """Yield the parts of a tensor of this shape: place, shape, values.
 
         Args:
-            tensor: The parameter, its gradient or a state that an optimizer has of it.
+            tensor: The parameter or its gradient.
             flat: Elements of it that are valid, from and to; None for all.
-            state: Name of the state.
         """
         shards = self.local.cut(local_values(tensor))
         if flat is None or flat == (0, tensor.numel()):
             for shard in shards:
-                yield self._place(shard, None, state), tuple(shard.tensor.shape), shard.tensor
+                yield self._place(shard, None), tuple(shard.tensor.shape), shard.tensor
             return
         flattened = tensor.reshape(-1)
         places = torch.arange(tensor.numel()).view(tensor.shape)
@@ -118,19 +117,17 @@ class NamedParameter:
                 continue  # not one range of the parameter: cut along another axis than the first
             start, stop = max(flat[0], first), min(flat[1], after)
             if start < stop:
-                place = self._place(shard, (start - first, stop - first), state)
+                place = self._place(shard, (start - first, stop - first))
                 yield place, tuple(shard.tensor.shape), flattened[start:stop]
 
-    def _place(
-        self, shard: TensorShard, flat: tuple[int, int] | None, state: str
-    ) -> ParameterShard:
-        """Return the place of a shard, or of a state of it, in the whole."""
+    def _place(self, shard: TensorShard, flat: tuple[int, int] | None) -> ParameterShard:
+        """Return the place of a shard in the whole."""
         return ParameterShard(
-            key=f"{shard.key}.{state}" if state else shard.key,
+            key=shard.key,
             global_shape=shard.global_shape,
             global_offset=shard.global_offset,
             flat=flat,
-            attributes={**self.attributes, "state": True} if state else self.attributes,
+            attributes=self.attributes,
         )
 
 

@@ -121,11 +121,6 @@ def test_a_bug_is_named(traces: Path, name: str, tensor: str | None, hint: str) 
     assert hint in str(found.hint)
 
 
-def test_a_state_of_the_optimizer_is_compared(traces: Path) -> None:
-    tensors = {one.tensor for one in found_in(traces, "state").divergences}
-    assert "weight.exp_avg_sq" in tensors
-
-
 def test_the_limit_that_is_named_is_the_one_that_was_applied(traces: Path) -> None:
     first = found_in(traces, "own-rate").divergences[0]
     assert first.kind == "replicas"

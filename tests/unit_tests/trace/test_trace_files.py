@@ -126,7 +126,5 @@ def test_a_wrong_header_is_named(tmp_path: Path, found: str, put: str) -> None:
 def test_a_wrong_end_is_named(tmp_path: Path) -> None:
     path, _ = written(tmp_path)
     path.write_text(path.read_text().replace('"steps":1', '"steps":"1"'))
-    with pytest.raises(
-        TraceError, match="has no end of a trace in its last line: steps: found '1'"
-    ):
+    with pytest.raises(TraceError, match="last line: is no end of a trace: steps: found '1'"):
         read_end(path)

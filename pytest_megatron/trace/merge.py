@@ -499,18 +499,14 @@ class Merge:
         assert self._samples is not None
         unit, runs = rows
         whole = wholes.find(unit, piece, axes, view.shape)
-        chunks: list[_Chunks] = []
-        if axes.has_sequence:
-            chunks.append(_sequence(self._samples[1], axes, piece.layout))
-        if axes.has_batch:
-            chunks.append([(slice(to, to + 1), slice(of, of + 1)) for to, of in runs])
-        for axis in range(len(chunks), view.ndim):
-            size, is_split = view.shape[axis], whole.split[axis]
-            is_gated = wholes.is_gated and axis == view.ndim - 1
-            if is_split:
-                chunks.append(axis_chunks(size, piece.layout.tp, is_gated=is_gated))
-            else:
-                chunks.append([(slice(0, size), slice(0, size))])
+        chunks = _chunks_of(
+            self._samples[1],
+            (axes, piece.layout),
+            view.shape,
+            whole.split,
+            is_gated=wholes.is_gated,
+            batch=[(slice(to, to + 1), slice(of, of + 1)) for to, of in runs],
+        )
         blocks = [
             one for one in map(_Overlap.clipped, products(chunks), itertools.repeat(whole.values))
             if one is not None
@@ -682,15 +678,9 @@ class _Wholes:
         whole: Values = np.zeros(shape, first.wide_type)
         num_values = 0
         for piece in pieces:
-            chunks: list[_Chunks] = []
-            for axis, size in enumerate(view):
-                if axis == 0 and axes.has_sequence:
-                    chunks.append(_sequence(self._samples, axes, piece.layout))
-                elif split[axis]:
-                    is_gated = self.is_gated and axis == len(view) - 1
-                    chunks.append(axis_chunks(size, piece.layout.tp, is_gated=is_gated))
-                else:
-                    chunks.append([(slice(0, size), slice(0, size))])
+            chunks = _chunks_of(
+                self._samples, (axes, piece.layout), view, split, is_gated=self.is_gated
+            )
             values = axes.view(piece.values())
             for to, of in products(chunks):
                 whole[to] = values[of]
@@ -841,6 +831,31 @@ def _sequence(samples: Samples, axes: Axes, layout: TraceLayout) -> _Chunks:
         return [(slice(0, samples.length), slice(0, samples.length))]
     tp = layout.tp if axes.sequence_parts > layout.cp[1] else (0, 1)
     return sequence_chunks(samples.length, layout.cp, tp)
+
+
+def _chunks_of(
+    samples: Samples,
+    place: tuple[Axes, TraceLayout],
+    shape: Sequence[int],
+    split: Sequence[bool],
+    *,
+    is_gated: bool,
+    batch: _Chunks | None = None,
+) -> list[_Chunks]:
+    """Return where a rank's part of an activation belongs, of each axis; None is a whole batch."""
+    axes, layout = place
+    chunks: list[_Chunks] = []
+    for axis, size in enumerate(shape):
+        if axis == 0 and axes.has_sequence:
+            chunks.append(_sequence(samples, axes, layout))
+        elif batch is not None and axes.has_batch and axis == int(axes.has_sequence):
+            chunks.append(batch)
+        elif split[axis]:
+            is_last = axis == len(shape) - 1
+            chunks.append(axis_chunks(size, layout.tp, is_gated=is_gated and is_last))
+        else:
+            chunks.append([(slice(0, size), slice(0, size))])
+    return chunks
 
 
 def _key(index: Index) -> tuple[object, ...]:

@@ -1,19 +1,14 @@
-"""Compares two traces tensor by tensor and finds the first that differs; a program.
+"""Compares two traces tensor by tensor and finds the first that differs.
 
-    python -m pytest_megatron.trace.compare REFERENCE CANDIDATE [--noise NOISE]
-
-All are directories of traces with values. The reference's tensors are cut as the candidate's ranks
-hold theirs, one tensor of a step at a time. Exit code 0: equal; 1: different; 2: unusable. Reads
-values with numpy alone.
+The reference's tensors are cut as the candidate's ranks hold theirs, one tensor of a step at a
+time. Reads values with numpy alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +24,6 @@ from pytest_megatron.trace.equivalence import (
     Phase,
     TensorDivergence,
     TraceComparison,
-    as_text,
     depth_of,
 )
 from pytest_megatron.trace.files import MOST_DIVERGENCES
@@ -54,7 +48,6 @@ from pytest_megatron.trace.pieces import (
     read_samples,
 )
 
-_EXIT_CODES = {"equal": 0, "different": 1, "unusable": 2}
 _CHUNK_VALUES = 1 << 22  # that are held in double precision at once
 
 # An error counts beyond this multiple of the noise; docs/reference/traces.md has the experiment.
@@ -685,25 +678,9 @@ def compare(reference: Path, candidate: Path, noise: Path | None) -> TraceCompar
         problem = str(error)
     except OSError as error:
         problem = f"{error.filename}: cannot be read: {error.strerror}"
-    except Exception as error:  # noqa: BLE001 - exit code 1 would say that they differ
+    except Exception as error:  # noqa: BLE001 - the code is written for sound traces
         problem = (
             f"{candidate}: {type(error).__name__} while it was compared: {error}; record both"
             " again, and report it to pytest-megatron if it stays"
         )
     return TraceComparison(verdict="unusable", problem=problem)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Compare the directories of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m pytest_megatron.trace.compare")
-    parser.add_argument("reference", type=Path)
-    parser.add_argument("candidate", type=Path)
-    parser.add_argument("--noise", type=Path, help="trace of the reference with rounding noise")
-    given = parser.parse_args(argv)
-    found = compare(given.reference, given.candidate, given.noise)
-    print(as_text(found))  # noqa: T201 - its answer
-    return _EXIT_CODES[found.verdict]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

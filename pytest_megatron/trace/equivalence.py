@@ -116,53 +116,35 @@ def comparison_to_json(comparison: TraceComparison) -> JsonValue:
 
 
 def as_text(comparison: TraceComparison) -> str:
-    """Return at most a screen: the first divergence, its hint, the next ones, the numbers."""
+    """Return at most a screen below the first divergence: its hint, the next ones, the numbers."""
     return "\n".join(visible(line) for line in _lines(comparison))
 
 
 def headline(one: TensorDivergence) -> str:
     """Return `forward of decoder.layers.1.mlp.linear_fc2 output.0, step 1, rank 1`."""
     name = one.parameter or f"{one.module or 'the model'} {one.tensor}"
-    ranks = name_ranks(one.ranks)
-    if not one.step:
-        return f"initial value of {name}, {ranks}"
-    return f"{one.phase} of {name}, step {one.step}, {ranks}"
+    what = f"{one.phase} of {name}, step {one.step}" if one.step else f"initial value of {name}"
+    if one.phase in {"forward", "backward"} and one.microbatch:
+        what += f", micro-batch {one.microbatch}"
+    return f"{what}, {name_ranks(one.ranks)}" if one.ranks else what
 
 
 def _lines(comparison: TraceComparison) -> Iterator[str]:
-    """Yield the text of a comparison: the first difference, then the others."""
-    if comparison.problem is not None:
-        yield f"the traces cannot be compared: {comparison.problem}"
+    """Yield the text of a comparison: how the first difference is one, then the others."""
     first, *others = comparison.divergences or (None,)
     if first is not None:
-        yield f"first difference: {_subject(first)}"
-        yield f"  {_place(first)}" + (f", {name_ranks(first.ranks)}" if first.ranks else "")
-        yield f"  {_amount(first)}"
+        yield _amount(first)
     if comparison.hint is not None:
-        yield f"  hint: {comparison.hint}"
+        yield f"hint: {comparison.hint}"
     if others:
         yield "then:"
         for one in others[:_MOST_NEXT]:
-            yield "  " + shorten(f"{_subject(one)}, {_place(one)}: {_amount(one)}", _WIDTH - 2)
+            yield "  " + shorten(f"{headline(one)}: {_amount(one)}", _WIDTH - 2)
     yield _numbers(comparison)
     reasons = [one.reason for one in comparison.not_compared]
     by_number = sorted(set(reasons), key=reasons.count, reverse=True)
     for reason in by_number[:_MOST_REASONS]:
         yield "  " + shorten(f"{reasons.count(reason)} not compared: {reason}", _WIDTH - 2)
-
-
-def _subject(one: TensorDivergence) -> str:
-    """Name what differs: a parameter's gradient or value, or a module's tensor."""
-    if one.parameter is not None:
-        what = "gradient" if one.phase == "gradient" else "value after the step"
-        what = what if one.step else "initial value"
-        return f"{one.parameter}, {what}"
-    return f"{one.module or 'the model'}, {one.phase}, {one.tensor}"
-
-
-def _place(one: TensorDivergence) -> str:
-    is_parameter = one.phase not in {"forward", "backward"}
-    return f"step {one.step}" if is_parameter else f"step {one.step}, micro-batch {one.microbatch}"
 
 
 _KINDS: dict[DivergenceKind, str] = {

@@ -275,17 +275,15 @@ class DockerConfig:
             "`stack`."
         ),
     ] = field(default_factory=lambda: {"memlock": -1, "stack": 67108864})
-    network: Annotated[
-        Text | None, About("Name of a network; by default Docker's own `bridge`.")
-    ] = None
+    network: Annotated[Text, About("Name of a network; Docker's own by default.")] = "bridge"
     memory: Annotated[
         Size | None, About("Limit of the container's memory; by default all that there is.")
     ] = None
     user: Annotated[
         Text | None,
         About(
-            "`UID[:GID]` in the container; by default who runs pytest. Where that is root, the "
-            "files of the attempt are given to another user."
+            "`UID[:GID]` in the container; by default who runs pytest. What root writes there is "
+            "given to them at the end."
         ),
     ] = None
     python: Annotated[

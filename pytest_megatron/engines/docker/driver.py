@@ -12,14 +12,12 @@ import contextlib
 import os
 import select
 import signal
-import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
 import docker
 import docker.errors
@@ -38,8 +36,6 @@ from pytest_megatron.engines.docker.messages import (
 )
 
 LABEL_OWNER = "pytest-megatron.owner"
-LABEL_KEY = "pytest-megatron.key"
-LABEL_RUN = "pytest-megatron.run"
 _START_FIELD = 19  # of those behind the name in /proc/PID/stat: clock ticks from boot to start
 _PARTS = 4
 _POLL_S = 0.2
@@ -47,16 +43,6 @@ _GRACE_S = 25  # longer than a worker takes to end a training
 _DAEMON_S = 60  # for one answer of the daemon, and between two signs of life of a registry
 _NUM_LOG_LINES = 5
 _DEFAULT_HOST = "unix:///var/run/docker.sock"
-# What the daemon says, and what it means to who asked for the container.
-_MEANINGS: Mapping[str, str] = {
-    "could not select device driver": "the Docker daemon cannot give GPUs to containers; "
-    "install nvidia-container-toolkit and restart the daemon",
-    "setting rlimit": "the Docker daemon may not raise limits that far; lower `ulimits`, or say "
-    "`ulimits: {}`",
-    "bind source path does not exist": "what is to be mounted is not on the daemon's machine; "
-    "correct `mounts`, or run where the daemon is",
-    'exec: "': "has no {program}; set `python` to the interpreter that has pytest-megatron",
-}
 
 
 class RefusedError(Exception):
@@ -78,12 +64,10 @@ class Image:
     Attributes:
         id: `sha256:...`.
         name: For provenance: with the registry's digest, where it came from one.
-        entrypoint: What Docker puts before the command.
     """
 
     id: str
     name: str
-    entrypoint: tuple[str, ...]
 
 
 def main(arguments: list[str]) -> int:
@@ -106,7 +90,7 @@ def _answer(request: RunContainer) -> Answer:
         remove_leftovers(client)
         image = _find_image(client, request)
         with _container(client, request, image) as container:
-            return _follow(container, image)
+            return _follow(container)
     except RefusedError as error:
         return error.refused
     except EndedError:
@@ -123,25 +107,12 @@ def _connected(host: str) -> docker.DockerClient:
         RefusedError: It does not; with what to do about it.
     """
     try:
-        if host.startswith("unix:"):
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(urlsplit(host).path)
         return docker.from_env(timeout=_DAEMON_S)
-    except PermissionError as error:
-        raise RefusedError(
-            host,
-            f"no permission to talk to the Docker daemon as user {os.getuid()}; become a member "
-            f"of the group that owns the socket, or name a daemon of your own in DOCKER_HOST",
-        ) from error
-    except OSError as error:
-        raise RefusedError(
-            host,
-            f"no Docker daemon answers ({error.strerror or error}); start it, or name it in "
-            f"DOCKER_HOST",
-        ) from error
     except docker.errors.DockerException as error:
         raise RefusedError(
-            host, f"the Docker daemon cannot be used: {error}; see that `docker info` works"
+            host,
+            f"no Docker daemon can be used: {error}; start it, name another one in DOCKER_HOST, or "
+            f"become a member of the group that owns its socket",
         ) from error
 
 
@@ -171,12 +142,7 @@ def _find_image(client: docker.DockerClient, request: RunContainer) -> Image:
                 f"works, or name one of `docker images`",
             ) from problem
     digests = found.attrs.get("RepoDigests") or []
-    entrypoint = found.attrs.get("Config", {}).get("Entrypoint") or []
-    return Image(
-        id=found.id,
-        name=digests[0] if digests else f"{name} {found.id[:19]}",
-        entrypoint=tuple(entrypoint),
-    )
+    return Image(id=found.id, name=digests[0] if digests else f"{name} {found.id[:19]}")
 
 
 @contextlib.contextmanager
@@ -196,7 +162,7 @@ def _container(
             )
             container.start()
         except docker.errors.APIError as error:
-            raise RefusedError(where, _meaning(str(error.explanation), request)) from error
+            raise RefusedError(where, _meaning(str(error.explanation))) from error
         yield container
     finally:
         with contextlib.suppress(docker.errors.APIError, requests.exceptions.RequestException):
@@ -206,11 +172,10 @@ def _container(
 def _options(request: RunContainer, image: Image) -> dict[str, object]:
     """Return the options of a container as docker-py takes them."""
     settings = request.settings
-    labels = {LABEL_OWNER: owner(), LABEL_KEY: request.key, LABEL_RUN: request.run_dir}
     found: dict[str, object] = {
         "name": request.name,
         "hostname": request.name[-32:],
-        "labels": labels,
+        "labels": {LABEL_OWNER: owner()},
         "environment": {**request.env, "PYTEST_MEGATRON_IMAGE": image.name},
         "mounts": [
             docker.types.Mount(
@@ -220,7 +185,7 @@ def _options(request: RunContainer, image: Image) -> dict[str, object]:
         ],
         "user": request.user,
         "group_add": list(request.groups),
-        "network": request.network,
+        "network": settings.network,
         "shm_size": settings.shm_size,
         "ulimits": [
             docker.types.Ulimit(name=name, soft=limit, hard=limit)
@@ -232,20 +197,19 @@ def _options(request: RunContainer, image: Image) -> dict[str, object]:
     if request.gpus:
         devices = docker.types.DeviceRequest(device_ids=list(request.gpus), capabilities=[["gpu"]])
         found["device_requests"] = [devices]
-    if request.network in ("host", "none"):  # only a bridge makes its own name known
+    if settings.network in ("host", "none"):  # only a bridge makes its own name known
         found["extra_hosts"] = {request.name[-32:]: "127.0.0.1"}
     return found
 
 
-def _meaning(text: str, request: RunContainer) -> str:
-    """Return what an error of the daemon means, and the error."""
-    for part, meaning in _MEANINGS.items():
-        if part in text:
-            return f"{meaning.format(program=request.command[0])} ({text})"
+def _meaning(text: str) -> str:
+    """Return what an error of the daemon means."""
+    if "could not select device driver" in text:
+        text += "; for GPUs install nvidia-container-toolkit and restart the daemon"
     return f"Docker does not start it: {text}"
 
 
-def _follow(container: Container, image: Image) -> Gone:
+def _follow(container: Container) -> Gone:
     """Wait for the end of a container, and end it when the controller closes our input.
 
     A daemon that is restarted is waited for: its containers may go on meanwhile.
@@ -256,7 +220,7 @@ def _follow(container: Container, image: Image) -> Gone:
             container.reload()
             answered_at = time.monotonic()
         except docker.errors.NotFound:  # somebody has removed it
-            return Gone(entrypoint=image.entrypoint)
+            return Gone()
         except (docker.errors.APIError, requests.exceptions.RequestException):
             if time.monotonic() - answered_at > _DAEMON_S:
                 raise
@@ -272,7 +236,6 @@ def _follow(container: Container, image: Image) -> Gone:
         exit_code=state.get("ExitCode"),
         was_oom=bool(state.get("OOMKilled")),
         said=tuple(said),
-        entrypoint=image.entrypoint,
     )
 
 

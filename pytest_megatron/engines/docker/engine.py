@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_megatron.engines.config import read_docker_config
@@ -35,7 +35,6 @@ from pytest_megatron.engines.docker.messages import (
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gpu.host import Lease
-from pytest_megatron.runs.record import read_if_whole
 from pytest_megatron.workloads.engine.api import (
     EngineContext,
     EngineError,
@@ -56,7 +55,7 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, Setting
 from pytest_megatron.workloads.training.run.runner import LiveLog
 
-_OUTCOME, _BEGAN = "outcome.json", "began.json"
+_OUTCOME, _BEGAN = "outcome.json", "began"
 _DRIVER = "pytest_megatron.engines.docker.driver"
 _POLL_S = 0.1
 _END_S = 60.0
@@ -67,13 +66,6 @@ _LONGEST_LINE = 500
 
 class DriverGoneError(Exception):
     """The child process ended without an answer."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Began:
-    """The file with which a worker says that it began, as far as it is read here."""
-
-    version: str | None = None
 
 
 class DockerEngine(LeasingEngine):
@@ -127,7 +119,7 @@ class DockerEngine(LeasingEngine):
         try:
             job_dir.mkdir()
             self._write_job(job_dir, submission, planned)
-            request = self._request(submission, planned.plan, job_dir, lease)
+            request = self._request(planned.plan, job_dir, lease)
             live = LiveLog(planned.plan, submission.listener)
             try:
                 gone = self._follow(request, lease, live, job_dir)
@@ -152,38 +144,17 @@ class DockerEngine(LeasingEngine):
         )
         try:
             write_spec(job_dir / "spec.json", spec)
-            self._give_to_user(job_dir, submission)
         except OSError as error:
             raise LaunchError(
                 str(error.filename or job_dir), f"{error.strerror}; nothing was run"
             ) from error
 
-    def _give_to_user(self, job_dir: Path, submission: Submission) -> None:
-        """Let a user of the container who is not this one read the job and write the attempt.
-
-        Only root can, and need not take it back afterwards: it may read everything.
-
-        Raises:
-            OSError: It cannot be given.
-        """
-        uid, _, gid = (self._config.user or "").partition(":")
-        if os.getuid() != 0 or not uid.isdecimal() or uid == "0":
-            return
-        item = submission.dirs.root.parents[1]
-        item.mkdir(parents=True, exist_ok=True)
-        for path in (item, *item.rglob("*"), job_dir, *job_dir.rglob("*")):
-            os.chown(path, int(uid), int(gid) if gid.isdecimal() else -1, follow_symlinks=False)
-
-    def _request(
-        self, submission: Submission, plan: AttemptPlan, job_dir: Path, lease: Lease
-    ) -> RunContainer:
+    def _request(self, plan: AttemptPlan, job_dir: Path, lease: Lease) -> RunContainer:
         """Return the request to run one attempt in a container."""
         config = self._config
         self._num_run += 1
         uid, gid = os.getuid(), os.getgid()
         return RunContainer(
-            key=submission.key,
-            run_dir=str(self._context.run_dir),
             name=f"pytest-megatron-{self._token}-{self._num_run}",
             settings=config,
             command=(config.python, "-m", "pytest_megatron.engines.docker.inside", JOB_DIR),
@@ -286,41 +257,23 @@ class DockerEngine(LeasingEngine):
         Raises:
             LaunchError: The image is no good, so that nothing was run.
         """
-        began = job_dir / _BEGAN
-        if not began.exists():
-            raise LaunchError(f"docker image {self._config.image!r}", self._no_start(gone))
+        if not (job_dir / _BEGAN).exists():
+            said = " / ".join(line.strip()[:_LONGEST_LINE] for line in gone.said if line)
+            raise LaunchError(
+                f"docker image {self._config.image!r}",
+                f"pytest-megatron did not begin in it, exit code {gone.exit_code} (it printed: "
+                f"{said or 'nothing'}); set `python` to the interpreter that has pytest-megatron "
+                f"there, and let an ENTRYPOINT run the command after it",
+            )
         record = read_record(job_dir / _OUTCOME)
         if record is None:
-            trouble = _trouble(gone) or self._other_version(began)
-            return SubmissionOutcome(trouble=trouble)
+            text = "the container ended and left no record"
+            lost = EngineError(kind=TroubleKind.LOST, text=text)
+            return SubmissionOutcome(trouble=_trouble(gone) or lost)
         outcome = outcome_of(record, planned, self._context.facts)
         if gone.was_oom and not all(end.is_clean for end in outcome.ends):
             return replace(outcome, trouble=_trouble(gone))
         return outcome
-
-    def _no_start(self, gone: Gone) -> str:
-        """Return why nothing of ours ever ran in a container."""
-        said = " / ".join(line.strip()[:_LONGEST_LINE] for line in gone.said if line)
-        python = self._config.python
-        module = "pytest_megatron"
-        if "No module named" in said and module in said:
-            what = f"its {python} has no pytest-megatron; install it there, or set `python`"
-        elif "No such file or directory" in said or "command not found" in said:
-            what = f"has no {python}; set `python` to the interpreter that has pytest-megatron"
-        elif not said and gone.entrypoint:
-            what = f"its ENTRYPOINT {' '.join(gone.entrypoint)} does not run the command after it"
-        else:
-            what = f"ended before pytest-megatron began, exit code {gone.exit_code}"
-        return f"{what} (it printed: {said or 'nothing'})"
-
-    def _other_version(self, began: Path) -> EngineError:
-        """Return why a container that began left no record and was not killed."""
-        there = (read_if_whole(began, _Began) or _Began()).version
-        ours = self._context.facts.versions.get("pytest-megatron")
-        text = "the container ended and left no record"
-        if there not in (None, ours):
-            text += f"; it has pytest-megatron {there}, this is {ours}"
-        return EngineError(kind=TroubleKind.LOST, text=text)
 
 
 def _shows(mount: Mount, path: Path) -> bool:

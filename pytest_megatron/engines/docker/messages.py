@@ -26,8 +26,6 @@ class RunContainer:
     """A container to run.
 
     Attributes:
-        key: The submission's, for the container's label.
-        run_dir: Run directory, for the container's label.
         name: Name of the container; its host name as well.
         settings: Those of the user; `mounts` and `env` beside it have what the container gets.
         command: What the container runs.
@@ -38,8 +36,6 @@ class RunContainer:
         env: What the container itself needs; all else is in the job's spec.
     """
 
-    key: str
-    run_dir: str
     name: str
     settings: DockerConfig
     command: tuple[str, ...]
@@ -48,11 +44,6 @@ class RunContainer:
     groups: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     env: dict[str, str]
-
-    @property
-    def network(self) -> str:
-        """Docker's word: `bridge`, `host`, `none` or the name of a network."""
-        return self.settings.network or "bridge"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,14 +63,12 @@ class Gone:
         exit_code: None where the daemon did not report it.
         was_oom: Whether the kernel killed a process in it for want of memory.
         said: The last lines that it printed.
-        entrypoint: Entrypoint of the image.
     """
 
     type: Literal["gone"] = "gone"
     exit_code: int | None = None
     was_oom: bool = False
     said: tuple[str, ...] = ()
-    entrypoint: tuple[str, ...] = ()
 
 
 Answer: TypeAlias = StartRefused | Gone

@@ -183,14 +183,6 @@ def test_a_program_runs_with_its_arguments_variables_and_files(place: Place) -> 
     assert outcome.facts.image.startswith("hostusr:1 sha256:")
 
 
-def test_root_may_have_another_user_in_the_container(place: Place) -> None:
-    order = place.order(*bash("id -u"))
-    outcome = place.run(order, place.engine(user="1234:1234"))
-    assert [end.returncode for end in outcome.ends] == [0]
-    assert order.dirs.phase(1).launcher_log.read_text().strip() == "1234"
-    assert order.dirs.plan.stat().st_uid == 1234
-
-
 def test_what_root_wrote_for_somebody_else_is_given_to_them(place: Place, tmp_path: Path) -> None:
     order = place.order("true")
     place.engine()._write_job(tmp_path, order, order.planned(None))
@@ -377,10 +369,10 @@ def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) 
             {"image": f"sha256:{'0' * 64}"}, "is not on this machine; name one", id="no-image"
         ),
         pytest.param({"image": "localhost:1/x"}, "cannot be fetched (", id="no-registry"),
-        pytest.param({"mounts": []}, f"has no {sys.executable}; set `python`", id="empty"),
-        pytest.param({"python": "/no py"}, "has no /no py; set `python`", id="no-python"),
-        pytest.param({"python": "/usr/bin/python3"}, "has no pytest-megatron", id="no-package"),
-        pytest.param({"mounts": ["/nosuch:/x"]}, "what is to be mounted is not", id="no-mount"),
+        pytest.param({"mounts": []}, f'exec: "{sys.executable}"', id="empty"),
+        pytest.param({"python": "/no py"}, 'exec: "/no py"', id="no-python"),
+        pytest.param({"python": "/usr/bin/python3"}, "No module named", id="no-package"),
+        pytest.param({"mounts": ["/nosuch:/x"]}, "bind source path does not exist", id="no-mount"),
         pytest.param({"network": "nosuch"}, "network nosuch not found", id="no-network"),
     ],
 )
@@ -417,9 +409,9 @@ def test_a_daemon_that_is_away_is_an_error_that_says_so(place: Place, tmp_path: 
     deaf = tmp_path / "deaf.sock"
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(deaf))
-    assert "no Docker daemon answers (No such file" in error_with(place, "unix:///nosuch")
-    assert "no Docker daemon answers (Connection ref" in error_with(place, f"unix://{deaf}")
-    assert "cannot be used" in error_with(place, "tcp://127.0.0.1:1")
+    assert "no Docker daemon can be used: " in error_with(place, "unix:///nosuch")
+    assert "Connection refused" in error_with(place, f"unix://{deaf}")
+    assert "no Docker daemon can be used: " in error_with(place, "tcp://127.0.0.1:1")
 
 
 def test_a_daemon_that_ends_is_an_error_and_another_one_is_used(place: Place) -> None:
@@ -428,7 +420,7 @@ def test_a_daemon_that_ends_is_an_error_and_another_one_is_used(place: Place) ->
     place.lab.stop()
     engine.submit([place.order("true")])
     try:
-        with pytest.raises(LaunchError, match="no Docker daemon answers"):
+        with pytest.raises(LaunchError, match="no Docker daemon can be used"):
             engine.poll()
     finally:
         place.lab.start()

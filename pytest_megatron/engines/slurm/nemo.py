@@ -11,9 +11,9 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
-from pytest_megatron.base.files import JsonValue, write_json_atomically
+from pytest_megatron.base.files import write_json_atomically
 from pytest_megatron.base.schema import parse
 from pytest_megatron.engines.slurm.shape import Shape
 from pytest_megatron.process.tree import large_imports
@@ -21,10 +21,7 @@ from pytest_megatron.process.tree import large_imports
 if TYPE_CHECKING:
     from nemo_run.core.execution.slurm import SlurmExecutor
 
-MISSING, BROKEN = "missing", "broken"
-NEMO = "nemo-run"
 TEMPLATE = Path(__file__).with_name("job.sh.j2")
-_Answer: TypeAlias = "dict[str, JsonValue]"
 # Fields of SlurmExecutor; every other flag goes into `additional_parameters`.
 _FIELDS = (
     *("account", "constraint", "exclude", "gres", "mem", "partition", "qos", "time"),
@@ -34,27 +31,14 @@ _NUMBERS = _FIELDS[-5:]
 
 
 def main(arguments: list[str]) -> int:
-    """Answer a request; the exit code is 0 whenever there is an answer."""
+    """Write the scripts of a request; the exit code is 0 if there is an answer."""
     request, answer = map(Path, arguments)
     shapes = parse(list[Shape], request.read_bytes())
     os.environ["NEMORUN_HOME"] = str(request.parent)  # read at import
-    write_json_atomically(answer, _answer(shapes))
+    with large_imports(without=["torch"]):  # half of it is torch, if that is there
+        import nemo_run  # noqa: F401, PLC0415 - after NEMORUN_HOME
+    write_json_atomically(answer, [materialize(shape) for shape in shapes])
     return 0
-
-
-def _answer(shapes: list[Shape]) -> _Answer:
-    """Return the scripts that nemo-run makes, or why it makes none."""
-    try:
-        with large_imports(without=["torch"]):  # half of it is torch, if that is there
-            import nemo_run  # noqa: F401, PLC0415 - after NEMORUN_HOME
-    except ModuleNotFoundError as error:
-        return {"trouble": MISSING, "module": error.name, "text": str(error)}
-    except Exception as error:  # noqa: BLE001 - whatever its dependencies raise
-        return {"trouble": BROKEN, "text": f"import nemo_run: {type(error).__name__}: {error}"}
-    try:
-        return {"scripts": [materialize(shape) for shape in shapes]}
-    except Exception as error:  # noqa: BLE001 - another release may lack what is used here
-        return {"trouble": BROKEN, "text": f"{type(error).__name__}: {error}"}
 
 
 def materialize(shape: Shape) -> str:

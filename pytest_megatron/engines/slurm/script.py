@@ -12,15 +12,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
-from pytest_megatron.base.files import JsonValue, write_text_atomically
+from pytest_megatron.base.files import write_text_atomically
 from pytest_megatron.engines.config import SlurmConfig, UvSyncConfig
-from pytest_megatron.engines.slurm.nemo import MISSING, NEMO
 from pytest_megatron.engines.slurm.shape import Shape, ShapePaths, mounts_of, shape_of
 from pytest_megatron.engines.slurm.submit import JobScript
 from pytest_megatron.errors import LaunchError
@@ -30,11 +28,8 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting
 
 _DRIVER = "pytest_megatron.engines.slurm.nemo"
-_INSTALL = "pip install 'pytest-megatron[cluster]'"
-_LEPTON_PIN = "leptonai>=0.26.6,<0.28"
 _CHILD_LIMIT_S = 300.0  # an import from a slow shared file system takes a minute or two
 _DIGEST_LENGTH = 12
-_MOST_LINES = 5
 # What makes nemo-run or its dependencies behave otherwise than in a shell of their own.
 _NOT_INHERITED = ("PYTHONWARNINGS", "SLURM_PROCID", "NEMORUN_HOME")
 
@@ -56,7 +51,7 @@ def place_of(config: SlurmConfig, platform: str, root: Path) -> SlurmConfig:
 
 
 class ScriptWriter:
-    """Writes the scripts of one run; a shape that was written before is not written again."""
+    """Writes the scripts of one run."""
 
     def __init__(self, config: SlurmConfig, paths: ShapePaths, engine_dir: Path) -> None:
         """Take what all scripts have in common; nothing is written yet."""
@@ -106,19 +101,17 @@ class ScriptWriter:
         places = {needed: self.place(needed.platform) for needed in wanted}
         shapes = {needed: shape_of(needed, place, self._paths) for needed, place in places.items()}
         found = {needed: self._dir / "scripts" / _name(shape) for needed, shape in shapes.items()}
-        missing = {path: shapes[needed] for needed, path in found.items() if not path.is_file()}
-        if missing:
-            texts = make_scripts(list(missing.values()))
-            try:
-                (self._dir / "scripts").mkdir(parents=True, exist_ok=True)
-                self._paths.logs.mkdir(parents=True, exist_ok=True)
-                for path, text in zip(missing, texts, strict=True):
-                    write_text_atomically(path, text)
-            except OSError as error:
-                where = str(error.filename or self._dir)
-                raise LaunchError(
-                    where, f"{error.strerror}; give another --run-dir, or make room"
-                ) from error
+        texts = make_scripts(list(shapes.values()))
+        try:
+            (self._dir / "scripts").mkdir(parents=True, exist_ok=True)
+            self._paths.logs.mkdir(parents=True, exist_ok=True)
+            for path, text in zip(found.values(), texts, strict=True):
+                write_text_atomically(path, text)
+        except OSError as error:
+            where = str(error.filename or self._dir)
+            raise LaunchError(
+                where, f"{error.strerror}; give another --run-dir, or make room"
+            ) from error
         return {
             needed: JobScript(
                 path=found[needed],
@@ -136,76 +129,32 @@ def make_scripts(shapes: Sequence[Shape]) -> list[str]:
     Raises:
         LaunchError: nemo-run is missing, cannot be imported, or cannot write one.
     """
+    env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-") as scratch:
         request, answer = Path(scratch, "request.json"), Path(scratch, "answer.json")
         request.write_text(json.dumps([asdict(shape) for shape in shapes]), encoding="utf-8")
-        said = _run_driver(request, answer)
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", _DRIVER, str(request), str(answer)],
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_CHILD_LIMIT_S,
+                check=False,
+                text=True,
+                errors="replace",
+            )
+            said = done.stdout.strip().rpartition("\n")[2] or f"exit code {done.returncode}"
+        except subprocess.TimeoutExpired:
+            said = f"no answer in {_CHILD_LIMIT_S:.0f} s, is the file system of {sys.prefix} slow?"
         if not answer.is_file():
             raise LaunchError(
-                _name_of_nemo(), f"ended without an answer: {said}; {_how_to_install()}"
+                "nemo-run",
+                f"made no script: {said}; pip install 'pytest-megatron[cluster]' brings the "
+                f"versions that are known to work",
             )
-        found = json.loads(answer.read_text(encoding="utf-8"))
-    if "trouble" in found:
-        raise _explained(found)
-    return cast("list[str]", found["scripts"])
-
-
-def _run_driver(request: Path, answer: Path) -> str:
-    """Run the child; return the last lines of its output."""
-    env = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", _DRIVER, str(request), str(answer)],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=_CHILD_LIMIT_S,
-            check=False,
-            text=True,
-            errors="replace",
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError(
-            _name_of_nemo(),
-            f"wrote no script in {_CHILD_LIMIT_S:.0f} s; is the file system of "
-            f"{sys.prefix} slow or gone?",
-        ) from error
-    return " / ".join(done.stdout.split("\n")[-_MOST_LINES:]).strip(" /") or "it said nothing"
-
-
-def _explained(found: Mapping[str, JsonValue]) -> LaunchError:
-    """Return what to do about nemo-run."""
-    module, text = str(found.get("module", "")), str(found["text"])
-    if found["trouble"] == MISSING and module.split(".", maxsplit=1)[0] == "nemo_run":
-        return LaunchError(
-            NEMO,
-            f"is not installed, and scripts for Slurm are made with it; {_INSTALL}",
-        )
-    if found["trouble"] == MISSING and module.split(".", maxsplit=1)[0] == "leptonai":
-        return LaunchError(
-            _name_of_nemo(),
-            f"cannot be imported: {text}, expected {_LEPTON_PIN} (here is "
-            f"{_version('leptonai')}); pip install '{_LEPTON_PIN}'",
-        )
-    what = "cannot be imported" if found["trouble"] == MISSING else "cannot write a script"
-    return LaunchError(_name_of_nemo(), f"{what}: {text}; {_how_to_install()}")
-
-
-def _how_to_install() -> str:
-    return f"{_INSTALL} brings the versions that are known to work"
-
-
-def _name_of_nemo() -> str:
-    return f"{NEMO} {_version(NEMO)}"
-
-
-def _version(distribution: str) -> str:
-    """Return the installed version of a distribution."""
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return "(not installed)"
+        return cast("list[str]", json.loads(answer.read_text(encoding="utf-8")))
 
 
 def _name(shape: Shape) -> str:

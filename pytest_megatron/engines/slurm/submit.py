@@ -370,10 +370,6 @@ class Submitter:
         if not ready:
             return []
         found: list[Submitted | RefusedSubmission] = []
-        # A script may take long to write: not for what is refused without one.
-        first = [submission for submission in ready if submission.resources not in self._known]
-        found += [one for submission in first for one in self._unplanned(submission)]
-        ready = [submission for submission in ready if submission.key in self._waiting]
         wanted = dict.fromkeys(submission.resources for submission in ready)
         if unknown := [resources for resources in wanted if resources not in self._known]:
             self._known |= self._scripts.write(unknown)
@@ -397,14 +393,6 @@ class Submitter:
         room = None if most is None else max(0, most - num_live)
         now = self._now()
         return [w.submission for w in self._waiting.values() if w.not_before <= now][:room]
-
-    def _unplanned(self, submission: Submission) -> list[RefusedSubmission]:
-        """Return the refusal of a submission that cannot be planned, nothing if it can."""
-        try:
-            submission.planned(None)
-        except MegatronError as error:
-            return [self._refuse(submission, str(error))]
-        return []
 
     def _submit_one(
         self, submission: Submission, num_live: int

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 from pretend_slurm import PretendSlurm
@@ -133,21 +131,6 @@ def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_pa
     slurm.set(41, "COMPLETED", nodes="node1")
     ends(engine)
     assert sorted(slurm.table) == [41, 42, 43]
-
-
-def test_no_script_is_written_for_what_is_refused(tmp_path: Path) -> None:
-    """Nemo-run takes up to a minute to import."""
-
-    def refuse(_devices: object) -> NoReturn:
-        raise LaunchError("item", "the golden is gone")
-
-    run, slurm = Run(tmp_path), PretendSlurm()
-    engine = engine_on(run, slurm)
-    engine.submit([replace(run.order("a", nodes=2), planned=refuse)])
-    assert list(run.run_dir.glob("*.sh")) == []
-    engine.submit([run.order("b")])
-    assert list(ends(engine)) == ["a"]
-    assert [path.name for path in run.run_dir.glob("*.sh")] == ["1_0.sh"]
 
 
 def test_a_limit_on_submissions_is_waited_for(tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
     (project / "broken/nemo_run.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", str(project / "broken"))
     words = ["recipes/gpt.yaml::tp2[dev-cpu]", "--run-dir", "run"]
-    with pytest.raises(LaunchError, match=r"^nemo-run: is not installed, .* pip install"):
+    with pytest.raises(LaunchError, match=r"^nemo-run: made no script: .* pip install"):
         CliRunner().invoke(sbatch, words, catch_exceptions=False)
     assert not (project / "run").exists()
 

@@ -32,7 +32,7 @@ def pytest_addoption(pluginmanager: pytest.PytestPluginManager) -> None:
 
 
 def pytest_plugin_registered(plugin: object, manager: pytest.PytestPluginManager) -> None:
-    """Load the plugin if a conftest.py or another plugin has its name in `pytest_plugins`."""
+    """Load the plugin if another plugin has its name in `pytest_plugins`."""
     if isinstance(plugin, ModuleType) and "megatron" in _listed(
         getattr(plugin, "pytest_plugins", ())
     ):
@@ -59,7 +59,7 @@ def pytest_runtest_makereport(
 def pytest_load_initial_conftests(
     early_config: pytest.Config, args: list[str]
 ) -> Generator[None, object, object]:
-    """Refuse options of the plugin, unless a conftest.py declares them or asks for the plugin."""
+    """Refuse options of the plugin, unless a conftest.py declares them."""
     manager = early_config.pluginmanager
     is_late = not manager.has_plugin(PLUGIN)
     result = yield
@@ -67,7 +67,10 @@ def pytest_load_initial_conftests(
     if plugin is None:
         _refuse_options(early_config, args)
     elif is_late:
-        plugin.begin_late(early_config, args)
+        raise pytest.UsageError(
+            "pytest_plugins of a conftest.py names megatron, which acts before conftest files are "
+            "loaded; ask for it with -p megatron, typed or in addopts of the ini file"
+        )
     return result
 
 

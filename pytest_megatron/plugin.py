@@ -8,7 +8,7 @@ PYTEST_DONT_REWRITE: see `entry`; without these words pytest warns where this mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -102,25 +102,6 @@ def pytest_take_names(early_config: pytest.Config, args: list[str]) -> Generator
     if taken:
         names.read(early_config, args)
         early_config.stash[KEY].forget_unless(options.early_size(early_config))
-
-
-def begin_late(early_config: pytest.Config, args: Sequence[object]) -> None:
-    """Begin a session whose conftest.py asks for the plugin, once all of them are loaded.
-
-    Raises:
-        pytest.UsageError: An option is typed that acts before.
-    """
-    names = early_config.stash[_SHORT_NAMES]
-    names.declare_free()
-    for word in map(str, args):
-        name = word.partition("=")[0].removeprefix("--").removeprefix(PREFIX)
-        if word.startswith("--") and name in _CHANGING_ARGUMENTS and name not in names.taken:
-            raise pytest.UsageError(
-                f"--{name}: acts before conftest files are loaded, and one of them asks for "
-                f"pytest-megatron by pytest_plugins; ask for it with -p megatron, typed or in "
-                f"addopts"
-            )
-    record_start_environment(early_config)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -151,13 +151,12 @@ def test_ways_to_ask(words: tuple[str, ...], ini: str, env: dict[str, str], tmp_
         assert any(text in output for text in refused), output
 
 
-def test_a_conftest_asks_for_it(tmp_path: Path) -> None:
+def test_a_conftest_cannot_ask_for_it(tmp_path: Path) -> None:
     asks = "pytest_plugins = ['megatron']"
     project(tmp_path, asks, "def test(world_size): assert world_size == 2")
-    code, output = run(tmp_path, "--ranks", "2", "--device=cpu")
-    assert code == 0, output
-    code, output = run(tmp_path, "--ranks", "2", "--bucket", "tests")
-    assert (code, "--bucket: acts before conftest files are loaded" in output) == (4, True)
+    for words in ((), ("--ranks", "2", "--device=cpu")):
+        code, output = run(tmp_path, *words)
+        assert (code, "ask for it with -p megatron, typed or in addopts" in output) == (4, True)
 
 
 @pytest.mark.parametrize("ranks", [(), ("--ranks=2", "--megatron-device=cpu")])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,23 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 _RANK_PLUGIN = "megatron-rank"
-
-
-@contextlib.contextmanager
-def _needed(package: str, fixture: str) -> Generator[None]:
-    """Fail the test in one sentence if an import misses a package that the user installs."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != package.partition("-")[0]:
-            raise
-        missing = (
-            f"{fixture}: {package} is not installed for {sys.executable}, and this fixture needs "
-            f"it; type: {sys.executable} -m pip install {package}"
-        )
-        if package == "torch":
-            missing += " (builds for each driver: https://pytorch.org/get-started/locally)"
-        raise pytest.fail.Exception(missing, pytrace=False) from None
 
 
 class ModelParallel:
@@ -92,8 +74,7 @@ def _megatron_world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture(scope="session")
 def device(local_rank: int) -> torch.device:
     """Return this rank's device, made the current one if it is a GPU."""
-    with _needed("torch", "device"):
-        import torch  # only tests that ask for it load it
+    import torch  # only tests that ask for it load it
 
     from pytest_megatron.gangs.rank.bootstrap import device_of_rank  # noqa: PLC0415 - not for all
 
@@ -148,9 +129,8 @@ def model_parallel(process_group: object) -> Generator[ModelParallel]:
     arguments of megatron-core's `initialize_model_parallel`. Calling it again replaces the state.
     """
     del process_group  # only has to exist
-    with _needed("megatron-core", "model_parallel"):
-        from megatron.core import parallel_state
-        from torch.distributed import destroy_process_group, distributed_c10d
+    from megatron.core import parallel_state
+    from torch.distributed import destroy_process_group, distributed_c10d
 
     before = list(distributed_c10d._world.pg_map)
     yield ModelParallel()

@@ -48,7 +48,7 @@ IN_WHEEL = (
     *("gangs/rank/bootstrap.py", "session/options.py", "plugin.py", "py.typed"),
     *("schemas/recipe.schema.json", "pages/templates/page.html", "triage/signatures.toml"),
 )
-NEEDS_TORCH = "device: torch is not installed for "
+NEEDS_TORCH = "No module named 'torch'"
 TEST = """
 import torch
 import torch.distributed as dist
@@ -176,7 +176,7 @@ def run_without_torch(python: Path, wheel: Path, directory: Path) -> None:
     completion = {"_PYTEST_MEGATRON_COMPLETE": "bash_source"}
     expect(directory, r"complete .* pytest-megatron", 0, command, env=completion)
     pytest = (python.with_name("pytest"), "-p", "megatron", "-p", "no:cacheprovider")
-    expect(directory, re.escape(f"{NEEDS_TORCH}{python}"), 1, *pytest, "--ranks", "2")
+    expect(directory, NEEDS_TORCH, 1, *pytest, "--ranks", "2")
     expect(directory, rf"plugins:.*megatron-{re.escape(version)}", 1, *pytest)
 
 

@@ -11,7 +11,7 @@ import click
 from click.shell_completion import CompletionItem
 from typing_extensions import override
 
-from pytest_megatron.base.text import counted, nearest, one_of, printable, workflow_command
+from pytest_megatron.base.text import counted, nearest, printable, workflow_command
 from pytest_megatron.errors import REMOVED, MegatronError
 from pytest_megatron.features import load
 
@@ -19,24 +19,8 @@ if TYPE_CHECKING:
     from pytest_megatron.base.files import JsonValue
     from pytest_megatron.base.findings import Finding
 
-    _Choice = click.Choice[str]
-else:  # no generic class before click 8.2
-    _Choice = click.Choice
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-
-
-class Choice(_Choice):
-    """The words that a parameter takes; an error names the one that looks most like another."""
-
-    @override
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> str:
-        if value not in self.choices:
-            self.fail(f"{value!r} is unknown, expected {one_of(value, self.choices)}", param, ctx)
-        return super().convert(value, param, ctx)
 
 
 EXIT_FAILED = 1
@@ -62,7 +46,7 @@ def format_option(
     return click.option(
         "--format",
         "form",
-        type=Choice(forms),
+        type=click.Choice(forms),
         default="text",
         show_default=True,
         help=about,

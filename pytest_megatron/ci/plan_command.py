@@ -16,7 +16,6 @@ import click
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
     PATH,
-    Choice,
     echo_error,
     format_option,
 )
@@ -47,7 +46,7 @@ _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "u
 )
 @click.option("--event", default="pull_request", show_default=True, metavar="NAME")
 @click.option("--ref", default="", metavar="REF", help="For rules about pushes: refs/heads/main.")
-@click.option("--cadence", type=Choice(CADENCES), help="What a schedule is for.")
+@click.option("--cadence", type=click.Choice(CADENCES), help="What a schedule is for.")
 @click.option("--environment", metavar="NAME", help="Instead of what labels say.")
 @click.option(
     "--platform", "platforms", multiple=True, metavar="LIST", help="Only jobs for this hardware."
@@ -70,8 +69,8 @@ _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "u
     metavar="PATH",
     help="Recipe or directory, repeatable; recipes/ by default.",
 )
-@click.option("--recipe-profile", type=Choice([p.value for p in Profile]))
-@click.option("--only", type=Choice(list(_KINDS)), default="all", show_default=True)
+@click.option("--recipe-profile", type=click.Choice([p.value for p in Profile]))
+@click.option("--only", type=click.Choice(list(_KINDS)), default="all", show_default=True)
 @click.option(
     "--shards",
     type=click.IntRange(min=1),

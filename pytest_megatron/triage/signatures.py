@@ -94,7 +94,7 @@ class Signature:
         pattern: Regular expression; `(?P<rank>...)` in it names the rank that a line is about.
         is_transient: Whether an unchanged run is expected to pass.
         advice: What a person should do, lower case.
-        command: What to type next, with `{file}`, `{line}`, `{port}` or `{directory}`; or None.
+        command: What to type next, with `{file}`, `{line}` or `{directory}`; or None.
         source: Where the rule comes from, or None.
         is_fatal: Whether such a line is only written when a process or a job ends.
         explains: Families that are consequences where such a line is.

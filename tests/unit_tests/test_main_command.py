@@ -57,13 +57,6 @@ def test_an_unknown_command_names_the_nearest(words: list[str], hint: str) -> No
     )
 
 
-def test_an_unknown_choice_names_the_nearest() -> None:
-    result = CliRunner().invoke(group, ["plan", "--format", "jsno"])
-    told = "'jsno' is unknown, expected one of github, json, text; did you mean 'json'?"
-    assert result.exit_code == 2
-    assert result.output.splitlines()[-1] == f"Error: Invalid value for '--format': {told}"
-
-
 def test_a_reader_that_goes_away_is_no_error() -> None:
     with subprocess.Popen(COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

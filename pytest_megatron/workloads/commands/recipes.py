@@ -11,7 +11,6 @@ import click
 from pytest_megatron.base.command import (
     EXIT_UNUSABLE,
     PATH,
-    Choice,
     echo_error,
     findings_option,
     findings_text,
@@ -31,7 +30,7 @@ from pytest_megatron.workloads.recipe.model import project_words
 @click.argument("recipes", nargs=-1, required=True, type=PATH)
 @click.option(
     "--profile",
-    type=Choice([profile.value for profile in Profile]),
+    type=click.Choice([profile.value for profile in Profile]),
     default=Profile.STRICT.value,
     show_default=True,
     help="strict reports what Megatron-LM's parser drops or mangles; compat does as it does.",
@@ -94,7 +93,7 @@ def schema_path(name: str) -> Path:
 @findings_option
 @click.option(
     "--schema",
-    type=Choice(list(SCHEMAS)),
+    type=click.Choice(list(SCHEMAS)),
     help="Print where the JSON Schema of such files is, and check nothing.",
 )
 def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> None:

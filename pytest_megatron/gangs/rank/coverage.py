@@ -19,25 +19,7 @@ from pytest_megatron.process.originals import time
 
 if TYPE_CHECKING:
     from coverage import Coverage
-    from coverage.types import TConfigValueIn
 
-_OPTIONS = (
-    "branch",
-    "concurrency",
-    "context",
-    "core",
-    "cover_pylib",
-    "dynamic_context",
-    "include",
-    "omit",
-    "plugins",
-    "relative_files",
-    "sigterm",
-    "source",
-    "source_dirs",
-    "source_pkgs",
-    "timid",
-)
 _SILENT = [  # warnings that hold for a single rank; those of the controller hold for all
     "already-imported",
     "include-ignored",
@@ -48,7 +30,7 @@ _SILENT = [  # warnings that hold for a single rank; those of the controller hol
     "no-sysmon",
 ]
 _SAVE_EVERY_S = 1.0  # the most that is lost when a gang is killed
-_CONFIG_FILE = "config_file"
+_OWN = ("data_file", "disable_warnings", "parallel", "patch")  # settings that ranks do not share
 _EXIT = "_exit"
 
 
@@ -57,14 +39,10 @@ def settings_of_running() -> dict[str, JsonValue]:
     current = _running()
     if current is None:
         return {}
-    settings: dict[str, JsonValue] = {
-        _CONFIG_FILE: current.config.config_file,
-        "patch": [p for p in getattr(current.config, "patch", ()) if p == _EXIT],
-    }
-    for name in _OPTIONS:
-        if hasattr(current.config, name):  # releases differ
-            settings[name] = cast("JsonValue", current.get_option(f"run:{name}"))
-    return settings
+    config: dict[str, JsonValue] = vars(current.config)
+    settings = {k: v for k, v in config.items() if not k.startswith("_") and k not in _OWN}
+    patches = cast("list[str]", config.get("patch", []))  # releases differ
+    return {**settings, "patch": [name for name in patches if name == _EXIT]}
 
 
 @dataclass(slots=True)
@@ -98,14 +76,11 @@ def start(settings: Mapping[str, JsonValue], data_file: str) -> Measurement | No
     from coverage import Coverage  # an extra that only those have who measure
 
     leave_running()
-    config_file = cast("str | None", settings[_CONFIG_FILE])
     Path(data_file).parent.mkdir(parents=True, exist_ok=True)
-    coverage = Coverage(data_file=data_file, config_file=config_file or False)
+    coverage = Coverage(data_file=data_file, config_file=False)
+    vars(coverage.config).update(settings)
     coverage.set_option("run:parallel", value=False)
     coverage.set_option("run:disable_warnings", _SILENT)
-    for name, value in settings.items():
-        if name != _CONFIG_FILE:
-            coverage.set_option(f"run:{name}", cast("TConfigValueIn", value))
     coverage.start()
     return Measurement(coverage)
 

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from pytest_megatron.base.files import read_end, read_json, write_json_atomically
 from pytest_megatron.errors import GoldenError, MetricsError
@@ -78,18 +79,13 @@ def read_measured(dirs: PhaseDirs) -> Observed:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """A file as it was before the program started."""
+# A file as it was before the program started: its size, when it changed, checksum of its end.
+_Mark: TypeAlias = tuple[int, int, int]
 
-    size: int
-    changed_ns: int
-    tail: int
 
-    @classmethod
-    def of(cls, path: Path) -> _Mark:
-        stat = path.stat()
-        return cls(stat.st_size, stat.st_mtime_ns, _tail_before(path, stat.st_size))
+def _mark_of(path: Path) -> _Mark:
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns, _tail_before(path, stat.st_size)
 
 
 def _tail_before(path: Path, end: int) -> int:
@@ -116,7 +112,7 @@ class WatchedFiles:
         """Remember the files that are there already."""
         for path in self._matching():
             try:
-                self._before[path] = _Mark.of(path)
+                self._before[path] = _mark_of(path)
             except OSError:  # it is gone, or not ours to read
                 continue
 
@@ -131,15 +127,12 @@ class WatchedFiles:
     def _changed(self) -> Iterator[tuple[Path, int]]:
         """Yield files that are new or changed, and where the new part begins."""
         for path in sorted(self._matching()):
-            mark = self._before.get(path)
+            size, changed_ns, tail = self._before.get(path, (0, 0, 0))
             try:
                 stat = path.stat()
-                if mark is None:
-                    yield path, 0
-                elif (stat.st_size, stat.st_mtime_ns) != (mark.size, mark.changed_ns):
-                    is_longer = stat.st_size > mark.size
-                    is_same = is_longer and _tail_before(path, mark.size) == mark.tail
-                    yield path, mark.size if is_same else 0
+                if (stat.st_size, stat.st_mtime_ns) != (size, changed_ns):
+                    is_longer = stat.st_size > size and _tail_before(path, size) == tail
+                    yield path, size if is_longer else 0
             except OSError:
                 continue
 

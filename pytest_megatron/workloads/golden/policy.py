@@ -461,13 +461,8 @@ def policy_named(
         if path.is_file():
             return read_policy(path)
     names = sorted(base.value for base in Base)
-    if Path(text).suffix in (".yaml", ".yml") or "/" in text:
-        raise GoldenError(where, f"no policy file {text!r}; give its path, or {' or '.join(names)}")
-    raise GoldenError(
-        where,
-        f"unknown policy {text!r}, expected {', '.join(names)} or a YAML file"
-        f"{nearest(text, names)}",
-    )
+    expected = f"expected {', '.join(names)} or the path of a YAML file{nearest(text, names)}"
+    raise GoldenError(where, f"unknown policy {text!r}, {expected}")
 
 
 @closed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Self
 
-from pytest_megatron.workloads.golden.model import Disagreements, MetricMap, series_of
+from pytest_megatron.workloads.golden.model import Disagreements, MetricMap, is_same, series_of
 
 
 class Curves:
@@ -80,11 +80,6 @@ def joined(parts: Mapping[str, Curves]) -> Curves:
                     first = next(w for w, p in parts.items() if p.at(name, step) is not None)
                     whole.disagreements[name] = (where, two_values(name, step, known, value, first))
     return whole
-
-
-def is_same(one: float, other: float) -> bool:
-    """Return whether two values are the same; nan is nan."""
-    return one == other or repr(one) == repr(other)
 
 
 def two_values(name: str, step: int, known: float, value: float, place: str | None = None) -> str:

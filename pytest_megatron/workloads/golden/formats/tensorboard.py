@@ -24,8 +24,8 @@ from typing import TypeAlias
 
 from pytest_megatron.base.crc32c import masked_crc32c
 from pytest_megatron.errors import MetricsError
-from pytest_megatron.workloads.golden.formats.curves import Curves, is_same, joined, two_values
-from pytest_megatron.workloads.golden.model import Disagreements, Observed
+from pytest_megatron.workloads.golden.formats.curves import Curves, joined, two_values
+from pytest_megatron.workloads.golden.model import Disagreements, Observed, is_same
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 # Field numbers, by message.

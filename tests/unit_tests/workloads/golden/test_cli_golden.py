@@ -113,7 +113,7 @@ def test_a_compared_metric_has_one_value_a_step(golden: Path, tmp_path: Path) ->
         pytest.param(
             {},
             ("--golden-policy", "mine.toml"),
-            "--golden-policy: unknown policy 'mine.toml', expected megatron, strict or a YAML file",
+            "--golden-policy: unknown policy 'mine.toml', expected megatron, strict or the path ",
             id="policy",
         ),
         pytest.param({}, ("--format", "xml"), "--format", id="usage"),

@@ -169,11 +169,11 @@ def test_a_wrong_file_is_one_error_with_its_line(
     [
         (
             "strickt",
-            "unknown policy 'strickt', expected megatron, strict or a YAML file",
+            "unknown policy 'strickt', expected megatron, strict or the path of a YAML file",
         ),
         (
             "own/none.yaml",
-            "no policy file 'own/none.yaml'; give its path, or megatron or strict",
+            "unknown policy 'own/none.yaml', expected megatron, strict or the path of a YAML file",
         ),
     ],
 )

@@ -39,6 +39,7 @@ REMOVED = {
     "culprit": "was removed; write git bisect run pytest-megatron repro RUN ITEM",
     "golden convert": "was removed; goldens are read in each form, where they lie",
     "golden show": "was removed; the page curves.html of a run has the curves, git diff the values",
+    "golden-platforms": "was removed; give goldens the name of their platform, with git mv",
     "golden-form": "was removed; delete the key, goldens are written in one form",
     "golden review": "was removed; see with golden accept RUN --dry-run, take with --only ITEM",
     "interactive": "was removed; write srun --pty bash, with the flags that sbatch ITEM prints",

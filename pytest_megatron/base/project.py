@@ -112,7 +112,6 @@ _WORDS = {  # key of a list of words -> field
     "secret-names": "secret_names",
     "signatures": "signature_files",
 }
-GOLDEN_PLATFORMS_KEY = "golden-platforms"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +125,6 @@ class ProjectConfig:
         secret_names: Patterns of names of variables and options that hold secrets, `MY_*`.
         kept_variables: Patterns of names of variables that a run keeps, to be set again when it
             is reproduced.
-        golden_platforms: Other names that stand for a platform in the names of goldens.
         tables: The subtables of `[tool.pytest-megatron]` by name, unchecked.
     """
 
@@ -137,7 +135,6 @@ class ProjectConfig:
     signature_files: tuple[Path, ...] = ()
     secret_names: tuple[str, ...] = ()
     kept_variables: tuple[str, ...] = ()
-    golden_platforms: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, JsonValue] = field(default_factory=dict)
 
 
@@ -173,32 +170,19 @@ def _read_config(path: Path, _mtime_ns: int, _size: int) -> ProjectConfig:
     where = f"{path}: [tool.pytest-megatron]"
     if not isinstance(table, dict):
         raise ConfigError(where, f"found {table!r}, expected a table")
-    platforms = _platforms(table.pop(GOLDEN_PLATFORMS_KEY, {}), f"{where} {GOLDEN_PLATFORMS_KEY}")
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
-    known = sorted((*_WORDS, GOLDEN_PLATFORMS_KEY))
-    for key in table.keys() - tables.keys() - set(known):
-        gone = REMOVED.get(key)
-        text = f"{key} {gone}" if gone else f"unknown key {key!r}, expected {one_of(key, known)}"
-        raise ConfigError(where, text)
+    for key in sorted(table.keys() & REMOVED.keys()):
+        raise ConfigError(where, f"{key} {REMOVED[key]}")
+    for key in table.keys() - tables.keys() - _WORDS.keys():
+        raise ConfigError(where, f"unknown key {key!r}, expected {one_of(key, _WORDS)}")
     words = {field: _words(table.get(key, []), f"{where} {key}") for key, field in _WORDS.items()}
     files = tuple(path.parent / name for name in words.pop("signature_files"))
     return ProjectConfig(
         file=path,
         tables=tables,
         signature_files=files,
-        golden_platforms=platforms,
         **words,
     )
-
-
-def _platforms(value: JsonValue, where: str) -> dict[str, str]:
-    """Return the table of other names; the name may be empty, for goldens that name none."""
-    if not isinstance(value, dict):
-        raise ConfigError(where, f"found {value!r}, expected a table of name to platform")
-    names = {name: word for name, word in value.items() if isinstance(word, str) and word}
-    for name in value.keys() - names.keys():
-        raise ConfigError(where, f"{name!r} is {value[name]!r}, expected a platform")
-    return names
 
 
 def _words(value: JsonValue, where: str) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
     [
         (
             "scope = ['a']",
-            "unknown key 'scope', expected one of environments, golden-platforms, ",
+            "unknown key 'scope', expected one of environments, kept-variables, ",
         ),
         ("scopes = 'a'", "[tool.pytest-megatron] scopes: found 'a', expected a list of non-empty"),
         ("scopes = ['']", "[tool.pytest-megatron] scopes: found [''], expected a list of non-emp"),
@@ -37,8 +37,7 @@ def test_a_project_without_settings_has_the_defaults(tmp_path: Path) -> None:
             "golden-form = 'compact'",
             "[tool.pytest-megatron]: golden-form was removed; delete the key, ",
         ),
-        ("golden-platforms = 1", "golden-platforms: found 1, expected a table of name to platform"),
-        ("golden-platforms.a = 1", "golden-platforms: 'a' is 1, expected a platform"),
+        ("golden-platforms.a = 'cpu'", "[tool.pytest-megatron]: golden-platforms was removed; "),
         ("scopes = [", "pyproject.toml: cannot be read: "),
     ],
 )

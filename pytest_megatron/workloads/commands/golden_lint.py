@@ -8,7 +8,6 @@ from pathlib import Path
 import click
 
 from pytest_megatron.base.command import PATH, findings_option, findings_text, root_option
-from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, printable
 from pytest_megatron.workloads.golden.lint import Project, lint_goldens
 from pytest_megatron.workloads.recipe.load import default_recipes
@@ -38,7 +37,6 @@ def lint(paths: tuple[Path, ...], root: Path, recipes: tuple[Path, ...], form: s
         root=root,
         recipes=recipes or ((default,) if default.is_dir() else ()),
         vocabulary=project_words(root),
-        other_names=load_config(root).golden_platforms,
     )
     report = lint_goldens(paths, project)
     click.echo(printable(findings_text(report.findings, form)), nl=False)

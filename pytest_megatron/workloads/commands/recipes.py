@@ -18,7 +18,6 @@ from pytest_megatron.base.command import (
     root_option,
 )
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted, nodes_by_ranks
 from pytest_megatron.workloads.recipe.expand import Profile
 from pytest_megatron.workloads.recipe.lint import lint_recipes
@@ -107,12 +106,10 @@ def lint(paths: tuple[Path, ...], root: Path, form: str, schema: str | None) -> 
         return
     from pytest_megatron.workloads.training.checks.check import lint_row  # noqa: PLC0415 - slow to import
 
-    config, words = load_config(root), project_words(root)
     findings = lint_recipes(
         paths or (default_recipes(root),),
         root=root,
-        vocabulary=words,
-        other_names=config.golden_platforms,
+        vocabulary=project_words(root),
         check=lint_row,
     )
     click.echo(findings_text(findings, form), nl=False)

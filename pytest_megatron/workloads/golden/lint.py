@@ -6,7 +6,7 @@ Reads files, changes nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,13 +128,11 @@ class Project:
 
     Attributes:
         recipes: Recipes and directories of recipes; without any, unread goldens are not reported.
-        other_names: Other names of platforms, in the names of goldens.
     """
 
     root: Path
     recipes: tuple[Path, ...]
     vocabulary: Vocabulary
-    other_names: Mapping[str, str]
 
 
 def _find_goldens(paths: Sequence[Path]) -> list[Path]:
@@ -198,7 +196,7 @@ class GoldenLint:
         self.num_broken = sum(bool(one.errors) for one in loaded)
         self._readers: dict[Path, list[Workload]] = {}
         for workload in self._workloads:
-            places = golden_paths(project.root, workload, project.other_names)
+            places = golden_paths(project.root, workload)
             for place in [place for place in places if place.is_file()][:1]:
                 self._readers.setdefault(place.absolute(), []).append(workload)
 

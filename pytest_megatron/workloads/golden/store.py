@@ -25,7 +25,6 @@ from pytest_megatron.base.files import (
     read_bytes,
     write_json_atomically,
 )
-from pytest_megatron.base.project import load_config
 from pytest_megatron.base.text import counted
 from pytest_megatron.errors import GoldenError, MetricsError
 from pytest_megatron.workloads.golden.formats.curves import Curves
@@ -157,13 +156,9 @@ def _add(curves: Curves, record: JsonValue, where: str) -> None:
 def golden_path(root: Path, workload: Workload) -> Path:
     """Return the golden of a workload under the repository `root`; it need not exist.
 
-    Of the places and names that it may have (`golden_paths`) the first that exists, else the
-    first of all.
-
-    Raises:
-        ConfigError: The project's settings are wrong.
+    Of the places that it may have (`golden_paths`) the first that exists, else the first of all.
     """
-    places = golden_paths(root, workload, load_config(root).golden_platforms)
+    places = golden_paths(root, workload)
     return next((place for place in places if place.is_file()), places[0])
 
 

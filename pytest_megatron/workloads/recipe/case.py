@@ -9,11 +9,10 @@ import hashlib
 import json
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated, TypeAlias
 
 from annotated_types import Ge, Lt
@@ -646,7 +645,6 @@ CASES = Path("tests/functional_tests/test_cases")
 CASE_NAME = "model_config.yaml"
 GOLDENS = Path("golden_values")
 GOLDEN_PREFIX = "golden_values"
-NO_OTHER_NAMES: Mapping[str, str] = MappingProxyType({})
 
 
 def case_path(root: Path, workload: Workload) -> Path:
@@ -682,36 +680,14 @@ def golden_name(environment: str, platform: str) -> str:
     return "_".join(part for part in (GOLDEN_PREFIX, environment, platform) if part) + ".json"
 
 
-def golden_paths(
-    root: Path, workload: Workload, other_names: Mapping[str, str] = NO_OTHER_NAMES
-) -> tuple[Path, ...]:
-    """Return where a workload's golden may be, the place that counts most first.
+def golden_paths(root: Path, workload: Workload) -> tuple[Path, ...]:
+    """Return where a workload's golden may be: our place, then Megatron-LM's beside the case.
 
-    That is our place, then Megatron-LM's beside the case, each with the platform's own name, then
-    the two places with each of its other names. The first one is where a new golden belongs.
-
-    Args:
-        root: The project's.
-        workload: Whose golden.
-        other_names: Name in a golden's file name to the platform that it stands for.
+    The first one is where a new golden belongs.
     """
-    return tuple(_places(root, workload, _names_of(workload.platform, other_names)))
-
-
-def _names_of(platform: str, other_names: Mapping[str, str]) -> Iterator[str]:
-    """Yield the names of a platform in files of goldens."""
-    yield platform
-    for name, meant in other_names.items():
-        if meant == platform and name != platform:
-            yield name
-
-
-def _places(root: Path, workload: Workload, names: Iterator[str]) -> Iterator[Path]:
-    """Yield the paths at which a golden may lie."""
-    for name in names:
-        below = Path(workload.model, workload.test_case, golden_name(workload.environment, name))
-        yield root / GOLDENS / below
-        yield root / CASES / below
+    name = golden_name(workload.environment, workload.platform)
+    below = Path(workload.model, workload.test_case, name)
+    return root / GOLDENS / below, root / CASES / below
 
 
 _CASE_KEYS = ("BEFORE_SCRIPT", "ENV_VARS", "MODE", "MODEL_ENV_VARS", "RESUME", "TEST_TYPE")

@@ -6,7 +6,7 @@ Reads files and changes none.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -16,7 +16,6 @@ from pytest_megatron.errors import RecipeError
 from pytest_megatron.workloads.recipe.case import (
     CASES,
     GOLDENS,
-    NO_OTHER_NAMES,
     WorkloadCase,
     case_path,
     check_case,
@@ -36,7 +35,6 @@ def lint_recipes(
     *,
     root: Path,
     vocabulary: Vocabulary = BUILT_IN_WORDS,
-    other_names: Mapping[str, str] = NO_OTHER_NAMES,
     check: RowCheck = lambda _row, _case: (),
 ) -> tuple[Finding, ...]:
     """Return all findings on the recipes among and below `paths`.
@@ -48,7 +46,6 @@ def lint_recipes(
         paths: Recipes, and directories of recipes.
         root: The project's, which has the test cases and goldens.
         vocabulary: The words that the recipes may use.
-        other_names: Other names of platforms, in the names of goldens.
         check: Further check of a row and its case, from a layer above this one.
 
     Raises:
@@ -66,15 +63,13 @@ def lint_recipes(
             path, _, line = error.where.rpartition(":")
             finding = Finding(file=Path(path), line=int(line), rule="row", message=error.problem)
             findings.append(finding)
-    findings += dict.fromkeys(_check_rows(workloads, root, other_names, check))
+    findings += dict.fromkeys(_check_rows(workloads, root, check))
     if any(path.is_dir() for path in paths):
-        findings += _unreachable_goldens(workloads, root, other_names)
+        findings += _unreachable_goldens(workloads, root)
     return in_order(findings)
 
 
-def _check_rows(
-    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str], check: RowCheck
-) -> Iterator[Finding]:
+def _check_rows(workloads: Iterable[Workload], root: Path, check: RowCheck) -> Iterator[Finding]:
     """Yield the errors of programs, cases and goldens of the rows."""
     cases: dict[Path, WorkloadCase | None] = {}
     for workload in workloads:
@@ -89,7 +84,7 @@ def _check_rows(
         if case is None:
             continue
         if case.needs_golden:
-            yield from check_golden(workload, root, other_names)
+            yield from _check_golden(workload, root)
         yield from check(workload, case)
 
 
@@ -133,13 +128,11 @@ def _check_program(
         )
 
 
-def check_golden(
-    workload: Workload, root: Path, other_names: Mapping[str, str]
-) -> Iterator[Finding]:
+def _check_golden(workload: Workload, root: Path) -> Iterator[Finding]:
     """Yield the golden that a row compares with and that is not there."""
     if workload.script is not None and not workload.calls_driver:
         return  # it judges itself
-    places = golden_paths(root, workload, other_names)
+    places = golden_paths(root, workload)
     if not any(place.is_file() for place in places):
         yield _row_finding(
             workload,
@@ -159,11 +152,9 @@ def _row_finding(
     )
 
 
-def _unreachable_goldens(
-    workloads: Iterable[Workload], root: Path, other_names: Mapping[str, str]
-) -> Iterator[Finding]:
+def _unreachable_goldens(workloads: Iterable[Workload], root: Path) -> Iterator[Finding]:
     """Yield the golden files that no row reads."""
-    reached = {path for row in workloads for path in golden_paths(root, row, other_names)}
+    reached = {path for row in workloads for path in golden_paths(root, row)}
     for directory in (root / GOLDENS, root / CASES):
         for path in sorted(directory.rglob("golden_values*.json")):
             if path not in reached:

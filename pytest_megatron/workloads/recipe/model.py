@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.project import (
-    GOLDEN_PLATFORMS_KEY,
     Quarantine,
     QuarantineError,
     load_config,
     parse_quarantine,
 )
 from pytest_megatron.base.text import counted, grouped, one_of
-from pytest_megatron.errors import ConfigError, EmptySelectionError, RecipeError, SelectionError
+from pytest_megatron.errors import EmptySelectionError, RecipeError, SelectionError
 
 if TYPE_CHECKING:
     from pytest_megatron.base.yaml import YamlDocument
@@ -91,19 +90,12 @@ def project_words(root: Path) -> Vocabulary:
         ConfigError: The project's settings are wrong.
     """
     config = load_config(root)
-    words = replace(
+    return replace(
         BUILT_IN_WORDS,
         scopes=BUILT_IN_WORDS.scopes.union(config.scopes),
         platforms=BUILT_IN_WORDS.platforms.union(config.platforms),
         environments=BUILT_IN_WORDS.environments.union(config.environments),
     )
-    for name, platform in config.golden_platforms.items():
-        if platform not in words.platforms:
-            raise ConfigError(
-                f"{config.file}: [tool.pytest-megatron] {GOLDEN_PLATFORMS_KEY}",
-                f"{name!r} is {platform!r}, expected {one_of(platform, words.platforms)}",
-            )
-    return words
 
 
 def enabled_scope(scope: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from golden_command import run
 
 BESIDE = Path("tests/functional_tests/test_cases/gpt/tp1")
-OLD = BESIDE / "golden_values_dev_oldcluster.json"
+OLD = BESIDE / "golden_values_dev_dgx_h100.json"
 
 
 @pytest.fixture(autouse=True)
@@ -17,9 +17,6 @@ def _project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     BESIDE.mkdir(parents=True)
     Path("recipes").mkdir()
-    Path("pyproject.toml").write_text(
-        "[tool.pytest-megatron.golden-platforms]\noldcluster = 'dgx_h100'\n"
-    )
     Path("recipes/r.yaml").write_text(
         "type: basic\nformat_version: 1\n"
         "spec: {model: gpt, gpus: 1, platforms: dgx_h100, training_script_path: train.py}\n"

@@ -101,24 +101,6 @@ def test_a_golden_of_ours_comes_before_one_beside_the_case(
     assert golden_path(tmp_path, workload) == ours
 
 
-def test_a_golden_under_another_name_is_read_and_never_overwritten(
-    tmp_path: Path, workload: Workload
-) -> None:
-    settings = "[tool.pytest-megatron.golden-platforms]\nh100_dgxc = 'dgx_h100'\n'' = 'dgx_h100'\n"
-    (tmp_path / "pyproject.toml").write_text(settings)
-    ours = tmp_path / "golden_values" / "gpt" / "tp1" / "golden_values_dev_dgx_h100.json"
-    oldest, old = (
-        ours.with_name("golden_values_dev.json"),
-        ours.with_name("golden_values_dev_h100_dgxc.json"),
-    )
-    ours.parent.mkdir(parents=True)
-    oldest.write_text("{}")
-    assert golden_path(tmp_path, workload) == oldest
-    old.write_text("{}")
-    assert golden_path(tmp_path, workload) == old
-    assert new_golden_path(tmp_path, workload) == ours
-
-
 def test_a_missing_or_binary_golden_is_named(tmp_path: Path) -> None:
     path = tmp_path / "golden.json"
     with pytest.raises(GoldenError, match=r"golden\.json: no such file"):

@@ -59,14 +59,6 @@ def test_words_of_the_project_are_known(tmp_path: Path) -> None:
         project_words(tmp_path)
 
 
-def test_another_name_stands_for_a_platform_that_is_known(tmp_path: Path) -> None:
-    (tmp_path / "pyproject.toml").write_text(
-        "[tool.pytest-megatron]\ngolden-platforms = {old = 'dgx_h10'}\n"
-    )
-    with pytest.raises(ConfigError, match=r"'old' is 'dgx_h10', expected one of cpu, .*dgx_h100'"):
-        project_words(tmp_path)
-
-
 def test_importing_the_reader_imports_neither_pydantic_nor_torch() -> None:
     code = (
         "import pytest_megatron.workloads.recipe.load, sys; "

@@ -23,13 +23,3 @@ def test_a_golden_lies_in_our_place_or_beside_the_case() -> None:
         Path("/p/golden_values") / name,
         Path("/p/tests/functional_tests/test_cases") / name,
     )
-
-
-def test_other_names_of_a_platform_come_after_its_own_in_the_order_of_the_table() -> None:
-    (workload,) = read(ROWS).workloads
-    names = {"a100_old": "dgx_a100", "h100": "dgx_h100", "": "dgx_a100", "dgx_a100": "dgx_a100"}
-    assert [path.name for path in golden_paths(Path("/p"), workload, names)[::2]] == [
-        "golden_values_dev_dgx_a100.json",
-        "golden_values_dev_a100_old.json",
-        "golden_values_dev.json",
-    ]

@@ -266,7 +266,7 @@ def test_a_wrong_limit_is_an_error(tmp_path: Path) -> None:
     (found,) = lint_row(row, case_of(tmp_path, row))
     assert found.is_error
     assert found.line == 2
-    assert found.message.startswith("compare.loss: 'peak' is no limit of a metric of kind loss")
+    assert found.message.startswith("compare.loss: 'peak' is no limit of it")
 
 
 def test_both_profiles_read_the_short_form() -> None:

@@ -7,7 +7,7 @@ import os
 import secrets
 import shlex
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,21 +34,6 @@ from pytest_megatron.workloads.recipe.megatron_row import native_rows
 from pytest_megatron.workloads.recipe.model import Workload, project_words
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, describe_plan, make_job
-
-_WIDTH = 100
-_INDENT = "    "
-
-
-def wrapped(words: Sequence[str]) -> str:
-    """Return a command, a long one over several lines."""
-    lines = [""]
-    for word in map(shlex.quote, words):
-        if lines[-1].strip() and len(lines[-1]) + len(word) >= _WIDTH:
-            lines.append(_INDENT)
-        is_first = not lines[-1].strip()
-        lines[-1] += word if is_first else f" {word}"
-    return " \\\n".join(lines)
-
 
 _MOST_SHOWN = 5
 
@@ -116,7 +101,8 @@ class _SlurmItem:
             if start is not None:
                 words = start.rank_words if is_native else start.launcher_words
             yield f"# {who} runs{when}, with the variables in {_short(self.spec)}:"
-            yield from (f"#   {line}" for line in wrapped(redactor.words(words)).splitlines())
+            shown = shlex.join(redactor.words(words)).splitlines()
+            yield from (f"#   {line}" for line in shown)
 
     def write(self) -> None:
         """Write the spec of the job.

@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -37,7 +37,6 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import Setting
 
 _TIMEOUT_S = 120.0  # sbatch itself tries again for about a minute where the queue is full
-_MOST_IDS = 500  # in one command line
 _MOST_TEXT = 400  # characters of what a command said
 # What the commands say of a controller that is away, and of an identity service that is.
 _AWAY = re.compile(
@@ -138,8 +137,8 @@ class RealSlurm:
         Raises:
             SlurmAwayError: The controller is away.
         """
-        for some in _chunks([str(number) for number in ids]):
-            self._run(["scancel", "--quiet", *some])
+        if ids:
+            self._run(["scancel", "--quiet", *map(str, ids)])
 
     def refusal(self, words: Sequence[str]) -> str | None:
         """Return why sbatch would not take a job of these flags now, None if it would.
@@ -191,12 +190,6 @@ def _error_line(done: subprocess.CompletedProcess[str]) -> str:
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     text = "; ".join(lines) or f"exit code {done.returncode} without a word"
     return text[:_MOST_TEXT]
-
-
-def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Cut what is too long for one command line."""
-    for first in range(0, len(items), _MOST_IDS):
-        yield items[first : first + _MOST_IDS]
 
 
 _MOST_TITLE = 40  # characters of an item's name in a job's

@@ -147,24 +147,15 @@ def _check_steps(ran: RunByHand, best: Found, line: str) -> None:
 
 
 def _lasting(found: Found) -> tuple[str, ...]:
-    """Return the metrics that go on to the last step, after the others were named."""
-    lasting = []
-    for name in found.names:
-        last, last_step = found.metrics[name].steps[-1], found.last_step
-        if last + _gap(found, name) < last_step:
-            click.echo(
-                f"left out: {name} ends at step {last}, others go on to {last_step}; --metric "
-                f"compares it"
-            )
-        else:
-            lasting.append(name)
-    return tuple(lasting)
+    """Return the metrics that go on to the last step."""
+    ends = {name: found.metrics[name].steps[-1] + _gap(found, name) for name in found.names}
+    return tuple(name for name, end in ends.items() if end >= found.last_step)
 
 
 def _say_others(best: Found, ran: RunByHand) -> None:
     """Name the metrics that are not compared, and were not shown."""
-    told = {*best.names, *replace(best, wanted=()).names}
-    told.update(*(place.names[:_SHOWN] for place in ran.places))
+    told = set(best.names)
+    told.update(*(one.names[:_SHOWN] for one in ran.places if one.keys != best.keys))
     for place in (best, *ran.places, *ran.others):
         rest = [name for name in (*place.metrics, *place.unread) if name not in told]
         told.update(rest)

@@ -195,7 +195,7 @@ def test_a_metric_with_two_values_at_a_step_is_named(tmp_path: Path) -> None:
             "step {n} loss {a} Validation bpb {b} time 12.5ms mAP@0.5 {a}, old nan last inf.",
             "Validation bpb, time, mAP@0.5, old, last",
         ),
-        ("step{n} loss{a} bpb{b} R2 ({b})", "loss, bpb, R2"),
+        ("step {n} loss{a} bpb{b} R2 ({b})", "bpb, R2"),
         ("12:30:01 train.py:7] [{n}/5] loss: {a} (2.5) bpb ~ {b} 3 ms", "bpb"),
         ("{{'loss': {a}, 'update_norm': {b}}}", "update_norm"),
         ("[{n}] loss {a}\n[{n}] bpb: {b}\n[{n}] took {b}", "bpb"),

@@ -6,7 +6,7 @@ import ast
 import math
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -280,7 +280,7 @@ class UnitChoice:
     is_selective: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UnitJobs:
     """The jobs of unit tests.
 
@@ -288,17 +288,12 @@ class UnitJobs:
         left_out: Rows and buckets without a job.
     """
 
-    jobs: tuple[CiJob, ...] = ()
-    left_out: tuple[LeftOut, ...] = ()
+    jobs: list[CiJob] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
 
-    @staticmethod
-    def joined(parts: Iterable[UnitJobs], left_out: Iterable[LeftOut] = ()) -> UnitJobs:
-        """Return the jobs of all parts, and further rows and buckets without one."""
-        found = tuple(parts)
-        return UnitJobs(
-            jobs=tuple(job for part in found for job in part.jobs),
-            left_out=(*left_out, *(one for part in found for one in part.left_out)),
-        )
+    def leave_out(self, row: Workload, *reasons: str) -> None:
+        """Note that a row has no job, and why."""
+        self.left_out.append(LeftOut(name=row.node_id, reasons=reasons))
 
 
 def bucket_jobs(
@@ -313,51 +308,39 @@ def bucket_jobs(
         RecipeError: A bucket is none, is named twice, or a test file is in none.
     """
     files = find_test_files(root, table.unit_tests)
-    parts: list[UnitJobs] = []
+    found = UnitJobs()
     for platform in dict.fromkeys(row.platform for row in rows):
         mine = [row for row in rows if row.platform == platform]
         if choice.platforms and platform not in choice.platforms:
-            reason = f"platform {platform}, asked {', '.join(choice.platforms)}"
-            others = tuple(LeftOut(name=row.node_id, reasons=(reason,)) for row in mine)
-            parts.append(UnitJobs(left_out=others))
+            for row in mine:
+                found.leave_out(row, f"platform {platform}, asked {', '.join(choice.platforms)}")
             continue
         patterns: dict[str, str] = {}
         for row in mine:
             patterns.setdefault(row.test_case, row.where)
         buckets = {bucket.pattern: bucket for bucket in share_out(files, patterns)}
-        parts.append(_jobs_of_platform(mine, buckets, choice, table, root))
-    return UnitJobs.joined(parts)
+        for row in _chosen(mine, choice, found):
+            own = replace(choice, tag=row.tag or "")
+            jobs = _jobs_of(buckets[row.test_case], unit_settings(row), own, table, root)
+            found.jobs += jobs
+            if not jobs:
+                found.leave_out(row, f"no file has {launch_mark(platform)}")
+    return found
 
 
-def _jobs_of_platform(
-    rows: Sequence[Workload],
-    buckets: Mapping[str, Bucket],
-    choice: UnitChoice,
-    table: CiTable,
-    root: Path,
-) -> UnitJobs:
-    """Return the jobs of unit tests on a platform."""
-    parts: list[UnitJobs] = []
-    left_out: list[LeftOut] = []
+def _chosen(rows: Sequence[Workload], choice: UnitChoice, found: UnitJobs) -> Iterable[Workload]:
+    """Return the rows of a platform that are asked for; note the others in `found`."""
     chosen: dict[str, Workload] = {}
     for row in rows:
-        reasons = _missed(row, choice)
-        if reasons:
-            left_out.append(LeftOut(name=row.node_id, reasons=reasons))
+        if reasons := _missed(row, choice):
+            found.leave_out(row, *reasons)
         elif (first := chosen.setdefault(row.test_case, row)) is not row:
             raise RecipeError(
                 row.where,
                 f"bucket {row.test_case!r} is also at {first.where} for the same environment, "
                 f"platform and tag, expected it once; remove one",
             )
-        else:
-            own = replace(choice, tag=row.tag or "")
-            made = _jobs_of(buckets[row.test_case], unit_settings(row), own, table, root)
-            parts.append(made)
-            if not made.jobs:
-                mark = launch_mark(row.platform)
-                left_out.append(LeftOut(name=row.node_id, reasons=(f"no file has {mark}",)))
-    return UnitJobs.joined(parts, left_out)
+    return chosen.values()
 
 
 def _missed(row: Workload, choice: UnitChoice) -> tuple[str, ...]:
@@ -399,25 +382,27 @@ def shard_jobs(
         )
         for shard in shards
     )
-    return UnitJobs.joined(_jobs_of(one, row, choice, table, root) for one in buckets)
+    return UnitJobs(
+        jobs=[job for one in buckets for job in _jobs_of(one, row, choice, table, root)]
+    )
 
 
 def _jobs_of(
     bucket: Bucket, row: CiJob, choice: UnitChoice, table: CiTable, root: Path
-) -> UnitJobs:
+) -> list[CiJob]:
     """Return the job of a bucket, and one more for its experimental tests, if it has any."""
     files = bucket.files
     for mark in wanted_launch_marks((row.platform,) if row.platform else (), table):
         files = tuple(file for file in files if _has_mark(root / file, mark))
     if not files:
-        return UnitJobs()
+        return []
     own = replace(bucket, files=files)
     jobs = [unit_job(own, row, choice, table, experimental="exclude")]
     tests = tuple(file for file in files if _has_mark(root / file, EXPERIMENTAL))
     if tests and choice.tag in ("", _LATEST):
         own = replace(bucket, files=tests)
         jobs.append(unit_job(own, row, choice, table, experimental="only"))
-    return UnitJobs(jobs=tuple(jobs))
+    return jobs
 
 
 def _has_mark(file: Path, mark: str) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pytest_megatron.base.files import JsonValue
@@ -172,7 +173,7 @@ def make_plan(request: PlanRequest) -> CiPlan:
     empty: EmptySelectionError | None = None
     if "workload" in request.kinds:
         workloads, left_out, empty = _select(rows, request, decision, words, table)
-        jobs += workload_jobs(workloads, decision, table, _Cases(request.root).compares)
+        jobs += workload_jobs(workloads, decision, table, partial(_is_compared, request.root))
     if "unit" in request.kinds:
         try:
             units = _unit_jobs(unit_rows(rows), request, decision, table)
@@ -288,25 +289,15 @@ def _scopes_with_rows(rows: Sequence[Workload], decision: Decision, table: CiTab
     return f"{asked}; rows have {found}, the rules of CI {known}"
 
 
-class _Cases:
-    """The test cases of rows, each read once."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._found: dict[Path, bool | None] = {}
-
-    def compares(self, workload: Workload) -> bool | None:
-        """Return whether a case is compared with a golden; None where there is none to read."""
-        if workload.script is not None and not workload.calls_driver:
-            return False
-        path = case_path(self._root, workload)
-        if path not in self._found or workload.own_case is not None:
-            try:
-                case = sound_case(workload.own_case or read_document(path))
-                self._found[path] = case is not None and case.needs_golden
-            except YamlError:
-                self._found[path] = None  # `lint` reports it
-        return self._found[path]
+def _is_compared(root: Path, workload: Workload) -> bool | None:
+    """Return whether a case is compared with a golden; None where there is none to read."""
+    if workload.script is not None and not workload.calls_driver:
+        return False
+    try:
+        case = sound_case(workload.own_case or read_document(case_path(root, workload)))
+    except YamlError:  # `lint` reports it
+        return None
+    return case is not None and case.needs_golden
 
 
 def _left_out(row: Workload, filters: Filters) -> LeftOut:

@@ -302,36 +302,28 @@ def _attempt(dirs: ItemDirs, row: RecordedAttempt, *, is_last: bool) -> AttemptR
 
 
 def _logs(item: Path, attempt: Path, rank: int) -> Iterator[FileLink]:
-    """Yield links to the logs of an attempt, of one rank and the launcher."""
+    """Yield links to the logs of an attempt, of one rank first."""
     prefix = attempt.relative_to(item).as_posix()
     for number in range(1, _MOST_PHASES):
-        phase = f"phase_{number}"
-        if not (attempt / phase).is_dir():
+        phase = f"{prefix}/phase_{number}"
+        if not (item / phase).is_dir():
             break
         start = f"phase {number}: " if number > 1 else ""
-        for text, path in (
-            (f"rank {rank} stderr", f"{phase}/logs/{rank}/stderr.log"),
-            ("stdout", f"{phase}/logs/{rank}/stdout.log"),
-            ("launcher", f"{phase}/launcher.log"),
-        ):
-            if (attempt / path).exists():
-                yield FileLink(text=f"{start}{text}", path=f"{prefix}/{path}")
-                start = ""
-        others = (
-            link
-            for link in _rank_logs(item, f"{prefix}/{phase}/logs")
-            if not link.path.endswith(f"/logs/{rank}/stderr.log")
-        )
-        yield from islice(others, _MOST_LOGS)
+        logs = list(islice(_rank_logs(item, f"{phase}/logs", rank), _MOST_LOGS))
+        if (item / phase / "launcher.log").exists():
+            logs.append(FileLink(text="launcher", path=f"{phase}/launcher.log"))
+        for link in logs:
+            yield FileLink(text=f"{start}{link.text}", path=link.path)
+            start = ""
     if (attempt / "plan.json").is_file():
         yield FileLink(text="plan", path=f"{prefix}/plan.json")
 
 
-def _rank_logs(root: Path, directory: str) -> Iterator[FileLink]:
+def _rank_logs(root: Path, directory: str, first: int = 0) -> Iterator[FileLink]:
     """Yield the logs of ranks in a directory that hold anything, errors before other output."""
     ranks = sorted(int(p.name) for p in (root / directory).glob("[0-9]*") if p.name.isdecimal())
     for name in ("stderr", "stdout"):
-        for rank in ranks:
+        for rank in sorted(ranks, key=lambda rank: rank != first):
             path = f"{directory}/{rank}/{name}.log"
             if (root / path).is_file() and (root / path).stat().st_size:
                 yield FileLink(text=f"rank {rank} {name}", path=path)

@@ -74,41 +74,18 @@ def _round_gap(raw: float) -> float:
     return next(m * power for m in _ROUND if m * power >= raw * 0.999)
 
 
-def choose(columns: Sequence[Sequence[float]], *, most: int, keep: Iterable[int] = ()) -> list[int]:
-    """Return which of the steps to keep, ascending.
-
-    Args:
-        columns: (num_columns, num_steps) curves and deviations, each with extremes to keep.
-        most: How many steps may be left, about.
-        keep: Those that must be.
-    """
-    num_steps = len(columns[0])
-    if num_steps <= most:
-        return list(range(num_steps))
-    num_buckets = max(1, most // 2)
-    while True:
-        kept = _extremes(columns, num_steps, num_buckets)
-        if len(kept) <= most or num_buckets == 1:
-            kept.update((0, num_steps - 1), (k for k in keep if 0 <= k < num_steps))
-            return sorted(kept)
-        num_buckets = max(1, min(num_buckets - 1, int(num_buckets * most / len(kept))))
-
-
-def _extremes(columns: Sequence[Sequence[float]], num_steps: int, num_buckets: int) -> set[int]:
-    """Return where the smallest and the largest number of each column in each bucket are."""
-    kept: set[int] = set()
-    for bucket in range(num_buckets):
-        start, end = (num_steps * b // num_buckets for b in (bucket, bucket + 1))
-        for column in columns:
-            part = column[start:end]
-            # A nan compares false with everything, which would hide the numbers after it.
-            if any(map(math.isnan, part)):
-                part = [v for v in part if not math.isnan(v)]
-                if not part:
-                    continue
-            kept.add(column.index(min(part), start, end))
-            kept.add(column.index(max(part), start, end))
-    return kept
+def _shown_points(heights: Sequence[float]) -> list[int]:
+    """Return the points of a long line that are drawn: extremes of each part, ends and gaps."""
+    gaps = [i for i, y in enumerate(heights) if math.isnan(y)][: _MOST_POINTS // 2]
+    kept = {0, len(heights) - 1, *gaps}
+    num_parts = _MOST_POINTS // 2
+    for part in range(num_parts):
+        start, end = (len(heights) * edge // num_parts for edge in (part, part + 1))
+        known = [i for i in range(start, end) if not math.isnan(heights[i])]
+        if known:
+            kept.add(min(known, key=heights.__getitem__))
+            kept.add(max(known, key=heights.__getitem__))
+    return sorted(kept)
 
 
 WIDTH, HEIGHT = 760, 430
@@ -349,9 +326,7 @@ def _gaps(
 def _path(points: Sequence[tuple[float, float]]) -> str:
     """Return a line through points; a gap where one is nan, a dot where one stands alone."""
     if len(points) > _MOST_POINTS:
-        heights = [y for _, y in points]
-        gaps = [i for i, y in enumerate(heights) if math.isnan(y)][: _MOST_POINTS // 2]
-        points = [points[i] for i in choose([heights], most=_MOST_POINTS, keep=gaps)]
+        points = [points[i] for i in _shown_points([y for _, y in points])]
     parts: list[str] = []
     for is_gap, run in groupby(points, key=lambda point: math.isnan(point[1])):
         if is_gap:

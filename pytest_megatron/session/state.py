@@ -206,6 +206,12 @@ class RunSession:
             return  # who writes there names what is wrong
         self._claimed_by = os.getpid()
 
+    def take_claim_of(self, ahead: RunSession) -> None:
+        """Take over the claim of an earlier session of this process to the same run directory."""
+        if ahead.run_dir == self.run_dir:
+            self._is_ours = ahead._is_ours
+            self._claimed_by, self._made_run_dir = ahead._claimed_by, ahead._made_run_dir
+
     def release_run_dir(self) -> None:
         """Let go of the run directory; one in which nothing was written goes as well."""
         if self._claimed_by != os.getpid():  # a rank has a copy
@@ -278,13 +284,26 @@ class RetryBudget:
 
 
 _SESSION = pytest.StashKey[RunSession]()
+_AHEAD = pytest.StashKey[RunSession]()
+
+
+def session_ahead(config: pytest.Config) -> RunSession:
+    """Return a session of the options that are known before conftest files are loaded.
+
+    `session_of` makes the one that runs, which takes over the claim to the run directory.
+    """
+    session = config.stash[_AHEAD] = RunSession(config, read_options(config))
+    config.add_cleanup(session.release_run_dir)
+    return session
 
 
 def session_of(config: pytest.Config) -> RunSession:
     """Return the one session of a configuration: all roles share its run directory."""
     if _SESSION not in config.stash:
-        config.stash[_SESSION] = RunSession(config, read_options(config))
-        config.add_cleanup(config.stash[_SESSION].release_run_dir)
+        session = config.stash[_SESSION] = RunSession(config, read_options(config))
+        config.add_cleanup(session.release_run_dir)
+        if ahead := config.stash.get(_AHEAD, None):
+            session.take_claim_of(ahead)
     return config.stash[_SESSION]
 
 

@@ -62,8 +62,8 @@ from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
 from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.process.fork_safety import find_obstacle
-from pytest_megatron.session.options import Options, read_options
-from pytest_megatron.session.state import RunSession, is_run_dir_open
+from pytest_megatron.session.options import Options
+from pytest_megatron.session.state import is_run_dir_open, session_ahead
 
 _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
@@ -156,14 +156,15 @@ def load_ahead(config: pytest.Config) -> None:
         return
     before, config.option = config.option, copy.copy(config.known_args_namespace)
     try:  # again later: a hook of a conftest.py may change options
-        run = RunSession(config, read_options(config))
+        run = session_ahead(config)
+        if run.options.is_plan:
+            return
+        run.refuse_used_run_dir()
     except pytest.UsageError:  # reported then
         return
     finally:
         config.option = before
     options = run.options
-    if options.is_plan or options.run_dir is not None:
-        return
     spec = first_gang(options)
     nodes = Nodes(num_nodes=1, ranks_per_node=spec.world_size)
     try:

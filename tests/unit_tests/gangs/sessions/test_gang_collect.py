@@ -11,7 +11,8 @@ from gang_suite import Suite, wait_until
 pytestmark = pytest.mark.nightly
 
 COLLECT = ("-o", "megatron_gang_start=collect")
-# A rank notes that it has collected. The controller collects until the ranks have.
+# Controller and ranks load this until all three do. A rank notes that it has collected, and the
+# controller collects until the ranks have.
 CONFTEST = """
     import os
     import time
@@ -21,6 +22,12 @@ CONFTEST = """
 
     RANK = int(os.environ["RANK"])
     NOTES = Path(os.environ.get("NOTES", "."))
+    deadline = time.monotonic() + 120
+    if "NOTES" in os.environ:
+        (NOTES / f"loads-{os.getpid()}").touch()
+    while "NOTES" in os.environ and len(list(NOTES.glob("loads-*"))) < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
     def pytest_collection_modifyitems(session, config, items):
@@ -28,7 +35,7 @@ CONFTEST = """
             (NOTES / str(os.getpid())).touch()
             return
         deadline = time.monotonic() + 120
-        while "NOTES" in os.environ and len(list(NOTES.iterdir())) < 2:
+        while "NOTES" in os.environ and len(list(NOTES.glob("[0-9]*"))) < 2:
             assert time.monotonic() < deadline
             config.hook.pytest_make_collect_report(collector=items[0].parent)
             time.sleep(0.01)
@@ -62,7 +69,7 @@ def suite(tmp_path: Path) -> Suite:
 def test_ranks_collect_while_the_controller_does_so(suite: Suite, tmp_path: Path) -> None:
     notes = tmp_path / "notes"
     notes.mkdir()
-    run = suite.run("-v", "--ranks=2", env={"NOTES": str(notes)})
+    run = suite.run("-v", "--ranks=2", "--run-dir=run", env={"NOTES": str(notes)})
     assert (run.words, run.returncode) == (OUTCOMES, 1), run.stdout
     assert re.search(r"every rank collects for itself: RANK in .*conftest.py:8\n", run.stdout)
     failed = suite.run(
@@ -113,7 +120,8 @@ def test_ranks_that_collected_for_nothing_leave_nothing(suite: Suite, tmp_path: 
     env = {"NOTES": str(notes)}
     run = suite.run("-v", "--ranks=2", "--run-dir=run", *COLLECT, env=env)
     assert (run.words, run.returncode) == ({"test_alone": "PASSED"}, 0), run.stdout
-    none = suite.run("--ranks=2", *COLLECT, "-k", "nothing")
+    for where in ((), ("--run-dir=none",)):
+        none = suite.run("--ranks=2", *COLLECT, "-k", "nothing", *where)
     assert (none.returncode, none.summary) == (5, "1 deselected"), none.stdout
     assert not (tmp_path / ".pytest_megatron/runs").exists()
 

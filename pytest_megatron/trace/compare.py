@@ -419,6 +419,10 @@ class Comparer:
             self._num_compared += 1
             if kind is None:
                 continue
+            amounts = {"error": error, "noise": noise, "limit": limit} if kind == "value" else {}
+            if kind == "replicas":
+                disagreement = math.sqrt(unit.disagreement)
+                amounts = {"error": disagreement, "limit": self._replica_limit(others[0])}
             least = usual * math.sqrt(unit.num_values) * 1e-9
             one = _divergence(
                 pieces[0],
@@ -429,14 +433,8 @@ class Comparer:
                 norm_ratio=math.sqrt(unit.other_squares / unit.squares)
                 if unit.squares > least**2
                 else None,
-                **_amounts(kind, error, noise, limit),
+                **amounts,
             )
-            if kind == "replicas":
-                one = dataclasses.replace(
-                    one,
-                    error=math.sqrt(unit.disagreement),
-                    limit=self._replica_limit(others[0]),
-                )
             position = self._position(name, one.step, unit.first.order)
             self._found.append((position, one))
         self._level = max(self._level, level)
@@ -562,15 +560,6 @@ def _divergence(piece: Piece, *, kind: DivergenceKind, **values: object) -> Tens
         },  # type: ignore[arg-type]
         kind=kind,
     )
-
-
-def _amounts(
-    kind: DivergenceKind, error: float, noise: float | None, limit: float
-) -> dict[str, float | None]:
-    """Return the numbers that say why a tensor counts as different."""
-    if kind in {"missing", "not_finite", "replicas"}:
-        return {}
-    return {"error": error, "noise": noise, "limit": limit}
 
 
 def _group(piece: Piece) -> str:

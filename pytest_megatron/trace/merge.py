@@ -224,14 +224,14 @@ class HeldPart:
         digest: Digest of the candidate's values.
     """
 
-    unit: tuple[object, ...]
-    microbatch: int
     order: int
     ranks: tuple[int, ...]
-    region: tuple[object, ...]
     pairs: list[tuple[Values, Values]]
     num_whole: int
-    digest: str | None
+    unit: tuple[object, ...] = ()
+    microbatch: int = 0
+    region: tuple[object, ...] = ()
+    digest: str | None = None
 
 
 class Merge:
@@ -300,26 +300,23 @@ class Merge:
             assert shard is not None
             if len(chunks) != whole.ndim:
                 raise NotMergedError("the numbers of axes differ")
-            blocks = [
-                block for block in map(_Overlap.clipped, products(chunks), itertools.repeat(whole))
-                if block is not None
-            ]  # fmt: skip
+            blocks = _within(whole, chunks)
             if shard.flat is None:
                 values = piece.values()
-                pairs = [(whole[one.whole], values[one.local]) for one in blocks]
+                pairs = [(whole[to], values[of]) for to, of in blocks]
             else:
                 expected = np.zeros(piece.record.shape, whole.dtype)
                 is_there = np.zeros(piece.record.shape, bool)
-                for one in blocks:
-                    expected[one.local] = whole[one.whole]
-                    is_there[one.local] = True
+                for to, of in blocks:
+                    expected[of] = whole[to]
+                    is_there[of] = True
                 owned = slice(*shard.flat)
                 mask = is_there.reshape(-1)[owned]
                 pairs = [(expected.reshape(-1)[owned][mask], piece.values()[mask])]
-            region = (*(_key(one.whole) for one in blocks), shard.flat)
+            region = (*(_key(to) for to, _ in blocks), shard.flat)
             yield HeldPart(
-                (), 0, order, (piece.rank,), region, pairs, whole.size, piece.record.hash
-            )  # fmt: skip
+                order, (piece.rank,), pairs, whole.size, region=region, digest=piece.record.hash
+            )
 
     def _whole_parameter(self, pieces: Sequence[Piece]) -> tuple[Values, int]:
         """Return the reference's whole tensor, and its order."""
@@ -507,10 +504,7 @@ class Merge:
             is_gated=wholes.is_gated,
             batch=[(slice(to, to + 1), slice(of, of + 1)) for to, of in runs],
         )
-        blocks = [
-            one for one in map(_Overlap.clipped, products(chunks), itertools.repeat(whole.values))
-            if one is not None
-        ]  # fmt: skip
+        blocks = _within(whole.values, chunks)
         num_whole = whole.values.size
         if axes.has_batch:
             sample_axis = int(axes.has_sequence)
@@ -521,8 +515,8 @@ class Merge:
             microbatch=unit[1],
             order=whole.order,
             ranks=(piece.rank,),
-            region=tuple(_key(one.whole) for one in blocks),
-            pairs=[(whole.values[one.whole], view[one.local]) for one in blocks],
+            region=tuple(_key(to) for to, _ in blocks),
+            pairs=[(whole.values[to], view[of]) for to, of in blocks],
             num_whole=num_whole,
             digest=piece.record.hash,
         )
@@ -555,33 +549,26 @@ class Merge:
             raise NotMergedError("the experts' rows have other sizes")
         first = reference[0].record
         yield HeldPart(
-            unit=(),
             microbatch=first.microbatch,
             order=min(piece.record.order for piece in reference),
             ranks=tuple(sorted({piece.rank for piece in candidate})),
-            region=(),
             pairs=[sorted_rows(rows[0], rows[1])],
             num_whole=rows[0].size,
-            digest=None,
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Overlap:
-    whole: Index
-    local: Index
-
-    @classmethod
-    def clipped(cls, block: tuple[Index, Index], whole: Values) -> _Overlap | None:
-        """Return a block without what is beyond the whole, as padding of a vocabulary is."""
+def _within(whole: Values, chunks: Iterable[_Chunks]) -> list[tuple[Index, Index]]:
+    """Return blocks without what is beyond the whole, as padding of a vocabulary is."""
+    found = []
+    for block in products(chunks):
         to, of = [], []
         for target, source, size in zip(*block, whole.shape, strict=True):
             beyond = max(0, target.stop - size)
-            if target.stop - beyond <= target.start:
-                return None
             to.append(slice(target.start, target.stop - beyond))
             of.append(slice(source.start, source.stop - beyond))
-        return cls(tuple(to), tuple(of))
+        if all(one.start < one.stop for one in to):
+            found.append((tuple(to), tuple(of)))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -697,11 +684,8 @@ def _parts_of_all_ranks(
     first = reference[0]
     for piece in candidate:
         yield HeldPart(
-            unit=(),
-            microbatch=0,
             order=first.record.order,
             ranks=(piece.rank,),
-            region=(),
             pairs=[(first.values(), piece.values())],
             num_whole=first.num_values,
             digest=piece.record.hash,
@@ -727,7 +711,6 @@ def _same(reference: Sequence[Piece], candidate: Sequence[Piece]) -> Iterator[He
             microbatch=piece.record.microbatch,
             order=other.record.order,
             ranks=(piece.rank,),
-            region=(),
             pairs=[(expected, actual)],
             num_whole=expected.size,
             digest=piece.record.hash,

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -170,20 +170,12 @@ class Trace:
                     )
                 found[rank] = list(records)
             for one in (0, 1) if number == 1 else (number,):
-                yield (
-                    one,
-                    self._step(
-                        {rank: [r for r in all_ if r.step == one] for rank, all_ in found.items()}
-                    ),
-                )
-
-    def _step(self, records: Mapping[int, Sequence[TraceRecord]]) -> TracedStep:
-        """Return a step with the pieces of all ranks."""
-        step = TracedStep(self)
-        for rank, found in records.items():
-            for record in found:
-                step.add(Piece(self, rank, record))
-        return step
+                traced = TracedStep(self)
+                for rank, all_ in found.items():
+                    for record in all_:
+                        if record.step == one:
+                            traced.add(Piece(self, rank, record))
+                yield one, traced
 
     def read(self, rank: int, record: TraceRecord, shape: tuple[int, ...]) -> Values:
         """Return the values of a record, bfloat16 as float32."""

@@ -20,7 +20,6 @@ VARIABLE = "PYTEST_MEGATRON_TRACE"
 # Of a session: how the trainings that it traces begin, as JSON of a `TraceBeginning`.
 BEGIN_VARIABLE = "PYTEST_MEGATRON_TRACE_BEGIN"
 TraceValues: TypeAlias = Literal["hash", "full"]
-VALUES: tuple[TraceValues, ...] = ("hash", "full")
 _T = TypeVar("_T")
 
 

@@ -139,7 +139,8 @@ def named_parameters(model: torch.nn.Module, prefix: str) -> list[NamedParameter
         for local_name, parameter in module.named_parameters(recurse=False):
             if id(parameter) in found:
                 continue
-            name = parameter_name(local_name, first_expert)
+            numbered = _EXPERT_PARAMETER(local_name)  # a module for several has weight0, weight1
+            name = f"{numbered[1]}{int(numbered[2]) + first_expert}" if numbered else local_name
             found[id(parameter)] = NamedParameter(
                 module=module_name,
                 kind=type(module).__name__,
@@ -304,28 +305,14 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_modules(
-    model: torch.nn.Module, prefix: str
+    model: torch.nn.Module, name: str, first_expert: int = 0, seen: set[int] | None = None
 ) -> Iterator[tuple[str, torch.nn.Module, int]]:
     """Yield each module of a model without wrappers, its global name, its first expert's number.
 
-    That number is 0 outside a mixture of experts.
+    That number is 0 outside a mixture of experts; `seen` has the modules that were yielded.
     """
-    yield from _walk(prefix, unwrap(model), 0, set())
-
-
-def parameter_name(name: str, first_expert: int) -> str:
-    """Return the global name of a parameter in its module.
-
-    A module for several experts has `weight0`, `weight1` and so on.
-    """
-    found = _EXPERT_PARAMETER(name)
-    return f"{found[1]}{int(found[2]) + first_expert}" if found and first_expert else name
-
-
-def _walk(
-    name: str, module: torch.nn.Module, first_expert: int, seen: set[int]
-) -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """Yield modules with their names, and the number of their first expert."""
+    module = unwrap(model)
+    seen = set() if seen is None else seen
     if id(module) in seen:
         return
     seen.add(id(module))
@@ -341,4 +328,4 @@ def _walk(
                 part = str(layer - 1)
             elif name.endswith(".local_experts"):
                 part = str(int(part) + first_expert)
-        yield from _walk(f"{name}.{part}" if name else part, child, first_expert, seen)
+        yield from named_modules(wrapped, f"{name}.{part}" if name else part, first_expert, seen)

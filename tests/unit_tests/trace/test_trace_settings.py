@@ -47,7 +47,7 @@ def test_without_the_variable_there_are_none() -> None:
         ("{", "is no JSON: "),
         ("7", "found 7, expected a mapping; correct it, or unset the variable"),
         ("{}", "directory: is missing; add it"),
-        ('{"directory": "a", "steps": 0}', "steps: found 0, expected at least 1"),
+        ('{"directory": "a", "steps": 0}', "steps: found 0, expected an integer >= 1"),
         ('{"directory": "a", "steps": true}', "steps: found True, expected an integer"),
         ('{"directory": "a", "values": "all"}', "values: found 'all', expected one of full, hash"),
         ('{"directory": "a", "noise_seed": "1"}', "noise_seed: found '1', expected an integer"),

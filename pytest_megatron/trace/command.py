@@ -92,13 +92,12 @@ class FoundTrace:
         return f"{self.node_id}, {'phase' if self.phase is None else self.phase.name or 'phase'}"
 
 
-def find_traces(path: Path, scratch: Path, item: str | None = None) -> list[FoundTrace]:
+def find_traces(path: Path, scratch: Path) -> list[FoundTrace]:
     """Return the traces at a path: those of the last attempt of the first repeat of each item.
 
     Args:
         path: A directory of a trace, a run directory, or an artifact of a run.
         scratch: A directory for the files of an artifact.
-        item: A node id, or a part of one; None takes all.
 
     Raises:
         RunError: There is none.
@@ -112,15 +111,7 @@ def find_traces(path: Path, scratch: Path, item: str | None = None) -> list[Foun
         raise RunError(
             str(path), "has no trace of tensors; run it with --tensor-trace hash to record one"
         )
-    if item is None:
-        return found
-    ids = dict.fromkeys(trace.node_id for trace in found)
-    named = [one for one in ids if one == item or one.endswith(f"::{item}")]
-    named = named or [one for one in ids if item in one]
-    if not named:
-        there = listed(list(ids), _MOST_LISTED)
-        raise RunError(str(path), f"has no trace of {item!r}, expected a part of one of {there}")
-    return [trace for trace in found if trace.node_id in named]
+    return found
 
 
 def _is_wanted(name: PurePath) -> bool:
@@ -175,8 +166,8 @@ def pair_traces(
         names = [listed([one.name for one in side], 3) for side in (reference, candidate)]
         raise RunError(
             "trace diff",
-            f"no trace of one item in both: the first has {names[0]}, the second {names[1]}; name "
-            f"ITEM, or give the directory of each trace",
+            f"no trace of one item in both: the first has {names[0]}, the second {names[1]}; "
+            "give the directory of each trace",
         )
     return pairs
 
@@ -257,20 +248,18 @@ class _Compared:
 @command.command("diff")
 @click.argument("run_a", type=PATH)
 @click.argument("run_b", type=PATH)
-@click.argument("item", required=False)
 @format_option("text", "json")
-def diff(*, run_a: Path, run_b: Path, item: str | None, form: str) -> None:
+def diff(*, run_a: Path, run_b: Path, form: str) -> None:
     """Find the first tensor that two runs of one layout compute differently, bit by bit.
 
-    RUN_A and RUN_B are run directories, artifacts of runs, or directories of traces. ITEM is a node
-    id or a part of one; without it, every item with a trace in both.
+    RUN_A and RUN_B are run directories, artifacts of runs, or directories of traces. Every item
+    with a trace in both is compared.
 
     Exit code 0: all are equal. 1: one differs. 2: the input is unusable.
     """
     with tempfile.TemporaryDirectory() as scratch:
         sides = [
-            find_traces(path, Path(scratch) / side, item)
-            for side, path in (("a", run_a), ("b", run_b))
+            find_traces(path, Path(scratch) / side) for side, path in (("a", run_a), ("b", run_b))
         ]
         compared = [_compare(*pair) for pair in pair_traces(*sides)]
         beside = dict.fromkeys(

@@ -49,7 +49,6 @@ def test_the_first_difference_of_each_item_is_named(tmp_path: Path) -> None:
         f"equal: {OTHER}, phase 1: 96 tensors of 2 steps",
         "1 of 2 traces are equal",
     ]
-    assert run("diff", before, after, "pp2")[0] == 0
 
 
 def test_json_has_all_of_it(tmp_path: Path) -> None:
@@ -94,7 +93,6 @@ def test_another_layout_is_unusable_and_says_what_compares_it(tmp_path: Path) ->
     [
         (["none", "run"], "none: is not there, expected a run directory or an artifact of one"),
         (["untraced", "run"], "untraced: has no trace of tensors; run it with --tensor-trace hash"),
-        (["run", "run", "tp4"], f"run: has no trace of 'tp4', expected a part of one of {ITEM}"),
         (["run", "other"], "trace diff: no trace of one item in both: the first has "),
     ],
 )

@@ -71,7 +71,6 @@ class PlanRequest:
         tag: None leaves it to the table.
         kinds: Out of `workload` and `unit`.
         num_shards: None makes jobs of the buckets that recipes name.
-        durations: Files of recorded durations; empty is the project's history, if it is there.
         changes: Changed paths, None where they are not known.
         is_suggestion_applied: Whether the label that the paths suggest counts as attached.
         is_empty_allowed: Whether a plan without jobs is no error.
@@ -88,7 +87,6 @@ class PlanRequest:
     tag: str | None = None
     kinds: tuple[str, ...] = ("workload", "unit")
     num_shards: int | None = None
-    durations: tuple[Path, ...] = ()
     gpus: int = 0
     ranks: int = 0
     changes: tuple[PathChange, ...] | None = None
@@ -331,8 +329,6 @@ def _unit_jobs(
     )
     if request.num_shards is not None:
         files = find_test_files(request.root, table.unit_tests)
-        history = request.root / HISTORY
-        paths = request.durations or ((history,) if history.exists() else ())
         row = CiJob(
             id="shard",
             environment=decision.environment,
@@ -340,7 +336,7 @@ def _unit_jobs(
             gpus=request.gpus,
             ranks=request.ranks,
         )
-        durations = read_durations(paths, files)
+        durations = read_durations(request.root / HISTORY, files)
         return shard_jobs(request.root, request.num_shards, durations, row, choice, table)
     found = bucket_jobs(rows, choice, table, request.root) if rows else UnitJobs()
     is_empty = not found.jobs and (bool(rows) or request.kinds == ("unit",))

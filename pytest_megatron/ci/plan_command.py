@@ -77,13 +77,6 @@ _KINDS = {"workloads": ("workload",), "units": ("unit",), "all": ("workload", "u
     metavar="N",
     help="N jobs of unit tests, balanced by durations, instead of the recipes' buckets.",
 )
-@click.option(
-    "--durations",
-    multiple=True,
-    type=PATH,
-    metavar="PATH",
-    help="History of runs, repeatable; the project's by default.",
-)
 @click.option("--gpus", type=click.IntRange(min=0), default=0, help="Of each shard's gang.")
 @click.option("--ranks", type=click.IntRange(min=0), default=0, help="The same on the CPU.")
 @click.option("--diff", metavar="REV", help="Suggest a label for what changed since REV.")
@@ -108,7 +101,6 @@ def command(  # noqa: PLR0913 - one for each option
     recipe_profile: str | None,
     only: str,
     shards: int | None,
-    durations: tuple[Path, ...],
     gpus: int,
     ranks: int,
     diff: str | None,
@@ -142,7 +134,6 @@ def command(  # noqa: PLR0913 - one for each option
         tag=tag,
         kinds=_KINDS[only],
         num_shards=shards,
-        durations=durations,
         gpus=gpus,
         ranks=ranks or gpus,
         changes=None if diff is None else changes_since(root, diff),

@@ -21,8 +21,8 @@ from typing import Literal
 
 from pytest_megatron.base.text import listed
 from pytest_megatron.ci.table import CiTable, MarkRule
-from pytest_megatron.errors import RecipeError, SelectionError
-from pytest_megatron.runs.history import HistoryEntry, read
+from pytest_megatron.errors import RecipeError
+from pytest_megatron.runs.history import typical_durations
 
 EXPERIMENTAL = "experimental"
 LAUNCH_ON = "launch_on_"
@@ -259,46 +259,12 @@ def balance(
     )
 
 
-MAX_RUNS = 5  # of an item, the latest: what it costs now
-_WHERE = "--durations"
-
-
-def read_durations(paths: Iterable[Path], files: Sequence[str]) -> dict[str, float]:
-    """Return seconds for each test file that something was recorded of.
-
-    Args:
-        paths: Histories of runs (`history.jsonl`); of an item that several have, the mean counts.
-        files: The test files, from the project's root.
-
-    Raises:
-        SelectionError: A file cannot be read as one.
-    """
-    samples: dict[str, list[float]] = defaultdict(list)
-    for path in paths:
-        for entry in _entries(path):
-            if entry.kind != "workload" and entry.duration_s >= 0:
-                samples[entry.node_id].append(entry.duration_s)
+def read_durations(history: Path, files: Sequence[str]) -> dict[str, float]:
+    """Return seconds for each test file, from the project's root, that a history of runs has."""
     totals: dict[str, float] = defaultdict(float)
     known = set(files)
-    for item, found in samples.items():
-        file = item.partition("::")[0]
+    for node_id, seconds in typical_durations(history).items():
+        file = node_id.partition("::")[0]
         if file in known:
-            latest = found[-MAX_RUNS:]
-            totals[file] += sum(latest) / len(latest)
+            totals[file] += seconds
     return dict(totals)
-
-
-def _entries(path: Path) -> tuple[HistoryEntry, ...]:
-    """Return the entries of a history."""
-    where = f"{_WHERE} {path}"
-    if not path.exists():
-        raise SelectionError(where, "cannot be read: no such file")
-    try:
-        history = read(path)
-    except OSError as problem:
-        raise SelectionError(where, f"cannot be read: {problem}") from None
-    if history.problems and not history.entries:
-        raise SelectionError(
-            where, "is no history of runs; give a history.jsonl, which runs append to"
-        )
-    return history.entries

@@ -321,8 +321,8 @@ def history(durations_s: dict[str, float]) -> str:
 def test_shards_hold_every_file_once_and_follow_recorded_durations(project: Path) -> None:
     slow = {f"tests/unit_tests/{name}": 1.0 for name in FILES}
     slow["tests/unit_tests/ssm/test_ssm.py"] = 9.0
-    write(project / "history.jsonl", history(slow))
-    found = shards("--shards", "2", "--durations", "history.jsonl")
+    write(project / ".pytest_megatron/history.jsonl", history(slow))
+    found = shards("--shards", "2")
     assert found["shard-1-of-2"] == ["tests/unit_tests/ssm/test_ssm.py"]
     held = [file for files in found.values() for file in files]
     assert sorted(held) == sorted(f"tests/unit_tests/{name}" for name in FILES)
@@ -344,27 +344,21 @@ def test_shards_without_ranks_leave_them_to_pytests_settings(project: Path) -> N
     assert "ranks" not in str(job["command"])  # pytest reads them where the job runs
 
 
-def test_durations_come_from_histories(project: Path) -> None:
+def test_durations_come_from_the_history_of_the_project(project: Path) -> None:
     own = project / ".pytest_megatron/history.jsonl"
-    write(own, history({"tests/unit_tests/test_a.py::test_a": 50.0}))
-    more = {
+    took = {
+        "tests/unit_tests/test_a.py::test_a": 50.0,
         "tests/unit_tests/test_b.py::TestB::test_x": 60.0,
         "tests/unit_tests/moe/test_moe.py": 1.0,
     }
-    write(project / "more.jsonl", history(more))
+    write(own, history(took))
     # Of the two files without a duration each counts as 50 s, the median.
-    found = shards("--shards", "3", "--durations", str(own), "--durations", "more.jsonl")
+    found = shards("--shards", "3")
     assert {name: [Path(file).stem for file in files] for name, files in found.items()} == {
         "shard-1-of-3": ["test_b"],
         "shard-2-of-3": ["test_gb", "test_a"],
         "shard-3-of-3": ["test_moe", "test_ssm"],
     }
-    # The project's own history is used without being asked for: here it says nothing new.
-    assert len(shards("--shards", "2")["shard-1-of-2"]) == 3
-    # Tests of a file that passed have a line together, with the file in place of the node id.
-    took = {"test_a.py": 1.0, "test_b.py": 900.0, "moe/test_gb.py": 1.0}
-    write(own, history({f"tests/unit_tests/{file}": seconds for file, seconds in took.items()}))
-    assert shards("--shards", "2")["shard-1-of-2"] == ["tests/unit_tests/test_b.py"]
 
 
 NIGHTLY = RECIPE.partition("products:")[0] + (
@@ -393,20 +387,6 @@ def test_workloads_that_were_asked_for_and_are_not_selected_are_an_error(
     result = invoke("--shards", "2", *arguments)
     assert (result.exit_code, result.stdout) == (5, "")
     assert "matches none of 1 workload" in result.stderr
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param("nothing", id="words"),
-        pytest.param('{"tests/unit_tests/test_a.py::test_a": 1.0}', id="json"),
-        pytest.param("<testsuites/>", id="junit"),
-    ],
-)
-def test_durations_that_are_no_history_are_one_clear_error(project: Path, text: str) -> None:
-    write(project / "bad", text)
-    result = invoke("--only", "units", "--shards", "2", "--durations", "bad")
-    assert str(result.exception).startswith("--durations bad: is no history of runs; give")
 
 
 @pytest.mark.parametrize(

@@ -521,7 +521,6 @@ class RecordedDiagnosis:
         text: One paragraph for a person, which begins with the headline.
         reason: Why it is transient, or not.
         next: What to type next.
-        again: What runs it again, or None.
         root_ranks: Ranks that failed by themselves in this way.
         exits: Rank -> `SIGKILL`, `exit code 1`, as the launcher reported it.
         fingerprint: The same for failures of one cause.
@@ -540,7 +539,6 @@ class RecordedDiagnosis:
     advice: str | None = None
     source: str | None = None
     next: str | None = None
-    again: str | None = None
     root_ranks: tuple[int, ...] = ()
     is_every_rank: bool = False
     world_size: int = 1

@@ -39,8 +39,6 @@ def _text_block(group: FailureGroup) -> Iterator[str]:
     yield f"{_INDENT}known as {first.signature}: {_advice(group)}"
     if first.next is not None:
         yield f"{_INDENT}next: {first.next}"
-    if first.again is not None:
-        yield f"{_INDENT}again: {first.again}"
     if also := _also(group):
         yield f"{_INDENT}{also}"
 

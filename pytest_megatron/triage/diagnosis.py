@@ -64,7 +64,6 @@ def diagnose(rank_log: RankLog, root: Root) -> Diagnosis:
         advice=row.advice,
         source=row.source,
         next=_command(evidence, rank_log, root),
-        again=rank_log.unit.known.command,
         root_ranks=root.ranks,
         is_every_rank=root.is_all,
         world_size=rank_log.world_size,

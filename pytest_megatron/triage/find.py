@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -119,10 +118,7 @@ def known_of(unit: Unit) -> Known:
     known = unit.known
     plan = read_if_whole(plan_file, RecordedPlan)
     if plan is not None:
-        command = f"pytest -p megatron {shlex.quote(plan.node_id)}"
-        known = replace(
-            known, world_size=plan.world_size, command=command, limit_s=plan.time_limit_s
-        )
+        known = replace(known, world_size=plan.world_size, limit_s=plan.time_limit_s)
     health = attempt / HEALTH_FILE
     if health.is_file():
         known = replace(known, record=record_of(health, str(health)))

@@ -68,7 +68,6 @@ class Known:
         far: The same, such as `logged value 9`, where no iteration is known.
         quiet_s: Seconds in which nothing was logged before it was stopped.
         outlived: Logs behind whose last traceback their rank went on, as `3/stderr.log`.
-        command: What runs it again, as typed in a shell.
         record: A failed comparison with a golden, or the health of GPUs, in our run directory.
     """
 
@@ -81,7 +80,6 @@ class Known:
     quiet_s: float = 0.0
     outlived: tuple[str, ...] = ()
     world_size: int | None = None
-    command: str | None = None
     record: LogFile | None = None
 
 

@@ -101,7 +101,7 @@ def diagnose_phase(
         return None
     if _program(end) == _PROGRAM and end.end is End.EXITED:
         own = _with_ranks_of_its_own(own)
-    return triage_unit(replace(own, known=replace(known, command=own.known.command)), table)
+    return triage_unit(replace(own, known=known), table)
 
 
 # What launchers and ranks write into a log that they share.

@@ -98,7 +98,7 @@ def test_nothing_of_the_other_records_of_the_last_release_is_lost() -> None:
         assert isinstance(attempts, list)
         for diagnosis in (content, *attempts):
             assert isinstance(diagnosis, dict)
-            for key in ("phase", "facts"):  # which were removed
+            for key in ("phase", "facts", "again"):  # which were removed
                 diagnosis.pop(key, None)
         assert holds(content, to_json(triage))
         last = triage.attempts[-1]

@@ -303,4 +303,3 @@ def test_what_gpus_said_explains_a_failure_in_a_run_directory(tmp_path: Path) ->
     assert told(tmp_path) == ("illegal_access", 2, False)
     (attempt / "health.json").write_text(json.dumps({"schema": 1, "faults": [fault]}))
     assert told(tmp_path) == ("off_bus", 2, True)
-    assert diagnosed(tmp_path).again == "pytest -p megatron recipes/x.yaml::y"

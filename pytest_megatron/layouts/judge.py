@@ -377,7 +377,6 @@ def _row(record: RankRecord) -> RecordedFakeRank:
         micro_batches=tuple(record.forwards),
         **asdict(record.memory),
         sent={size: number // max(record.steps, 1) for size, number in sorted(sent.items())},
-        layers=tuple(f"{name_ranks(of, 'layer')} of {name}" for name, of in record.layers.items()),
     )
 
 

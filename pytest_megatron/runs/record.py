@@ -187,7 +187,6 @@ class RecordedFakeRank(RankMemory):
     Attributes:
         end: `whole`, `cut` after its steps, `failed`, or `lost` without a record.
         sent: Size of the group -> bytes that the rank gave to its calls, in a step.
-        layers: Layers that it holds, as `layers 3-4 of decoder.layers`.
     """
 
     rank: _Count
@@ -195,7 +194,6 @@ class RecordedFakeRank(RankMemory):
     num_calls: _Count = 0
     micro_batches: tuple[_Count, ...] = ()
     sent: dict[str, _Count] = field(default_factory=dict)
-    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

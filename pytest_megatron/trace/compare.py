@@ -370,11 +370,7 @@ class Comparer:
         units: dict[tuple[object, ...], _Difference] = {}
         for part in parts:
             scale = self._scale_of(part) if phase == "backward" else 1.0
-            unit = units.setdefault(
-                part.unit,
-                _Difference(part),
-            )
-            unit.add(part, scale)
+            units.setdefault(part.unit, _Difference(part)).add(part, scale)
         return list(units.values())
 
     def _scale_of(self, part: HeldPart) -> float:

@@ -13,20 +13,19 @@ import re
 import sys
 from collections import defaultdict
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from pytest_megatron.errors import TraceError
 from pytest_megatron.trace.files import TraceHeader, TraceLayout
+from pytest_megatron.trace.settings import TraceValues
 from pytest_megatron.trace.shards import TensorShard, is_dtensor, local_tensors, local_values
 
 
 def header_of(
-    model: torch.nn.Module | None,
-    device: torch.device,
-    values: Literal["hash", "full"],
+    model: torch.nn.Module | None, device: torch.device, values: TraceValues
 ) -> TraceHeader:
     """Return the first line of this rank's trace."""
     rank, world_size = rank_and_size()

@@ -60,7 +60,6 @@ class FollowerPlugin:
         self._random_before = random.getstate()
         self._exit_code: int | None = None
         self._channel: Channel | None = None
-        self._failed: list[str] = []
 
     def pytest_report_header(self) -> str:
         """Name the node and its endpoint."""
@@ -69,11 +68,6 @@ class FollowerPlugin:
             f"megatron: node {options.node_rank} of {options.num_nodes}, "
             f"follows node 0 at {options.rdzv_endpoint}"
         )
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note what this node cannot collect."""
-        if report.failed:
-            self._failed.append(report.nodeid)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -97,7 +91,7 @@ class FollowerPlugin:
         welcome = self._be_welcomed(channel)
         if num_errors:
             what = f"{counted(num_errors, 'error')} while it collected"
-            channel.send(Joined(problem=f"{what} {', '.join(self._failed)}; see its output"))
+            channel.send(Joined(problem=f"{what}; see its output"))
             return None
         if problem := _difference(session, welcome):
             channel.send(Joined(problem=problem))

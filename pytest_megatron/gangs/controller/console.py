@@ -1,7 +1,6 @@
 """Terminal of the controller, for ranks: their debuggers, and copies of their output.
 
-One rank at a time may stop in its debugger, over all gangs; others wait for it, or continue
-without.
+One rank at a time may stop in its debugger, over all gangs; others continue without.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import signal
 import termios
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -71,37 +69,31 @@ class Console:
     pdb_rank: int | None
     is_refusing: bool = False
     _active: _DebuggerRequest | None = None
-    _waiting: deque[_DebuggerRequest] = field(default_factory=deque)
     _last_failure: tuple[int, int] | None = None  # execution, rank
     _take_back: Callable[[], None] = lambda: None  # restores the terminal
     _interrupted_at: float = -_TWICE_S
 
     def handle(self, gang: Gang, rank: int, message: Message) -> None:
         """Handle a message of a rank's debugger."""
+        self.settle()
         active = self._active
         match message:
             case DebuggerWanted(reason=reason, pid=pid):
                 request = _DebuggerRequest(gang, rank, reason, pid)
-                if self._may_stop(request):
-                    self._waiting.append(request)
-                    self.settle()
+                is_main = threading.current_thread() is threading.main_thread()  # has the signals
+                if active is None and is_main and self._may_stop(request):
+                    self._enter(request)
                 else:
                     request.answer()
             case DebuggerLeft() if active and (active.gang, active.rank) == (gang, rank):
                 self._leave()
-                self.settle()
             case _:
                 pass
 
     def settle(self) -> None:
-        """Release the terminal of a rank that is gone, and give it to the next."""
+        """Release the terminal of a rank that is gone."""
         if self._active is not None and self._active.is_gone:
             self._leave()
-        is_main = threading.current_thread() is threading.main_thread()  # it has the signals
-        while self._active is None and self._waiting and is_main:
-            request = self._waiting.popleft()
-            if not request.is_gone:
-                self._enter(request)
 
     def _may_stop(self, request: _DebuggerRequest) -> bool:
         """Return whether a rank may stop in the debugger."""

@@ -25,7 +25,6 @@ import yaml
 from pytest_megatron.base.command import EXIT_FAILED, echo_error, root_option
 from pytest_megatron.base.files import (
     JsonValue,
-    try_to_write,
     write_json_atomically,
     write_text_atomically,
 )
@@ -33,7 +32,6 @@ from pytest_megatron.base.text import counted, listed
 from pytest_megatron.errors import LaunchError, MegatronError, RecipeError
 from pytest_megatron.gpu.host import CPU_PLATFORM, Gpu, this_host
 from pytest_megatron.process.tree import wake_at_death_of_parent
-from pytest_megatron.runs.environment import gather_facts, kept_variables
 from pytest_megatron.runs.find import kept_runs
 from pytest_megatron.runs.layout import BY_HAND, OWN_DIR, make_own_dir
 from pytest_megatron.runs.redact import is_secret_name
@@ -48,7 +46,6 @@ from pytest_megatron.workloads.golden.model import Golden, MetricMap, Provenance
 from pytest_megatron.workloads.golden.store import golden_text, metrics_to_json, read_metrics
 from pytest_megatron.workloads.recipe.model import RowError, Vocabulary
 from pytest_megatron.workloads.recipe.short_rows import read_command
-from pytest_megatron.workloads.refresh.gate import MOST_NAMED
 from pytest_megatron.workloads.verdict.attempt import left_behind
 
 _LEAST_LIMIT_S, _TIMES_AS_LONG, _WHOLE_S = 120, 5, 30
@@ -62,15 +59,8 @@ _ANY = ("main", "run", "train")  # names that say nothing
 
 def name_of(words: Sequence[str], root: Path) -> str:
     """Return a name for a row: the program's, or the project's where that is any program's."""
-    rest = [word for word in words if "=" not in word or word.startswith("-")]
-    program = next((PurePath(word).stem for word in rest if word.endswith(".py")), None)
-    if program is None and "-m" in rest[:-1]:
-        modules = [after for word, after in pairwise(rest) if word == "-m"]
-        program = modules[-1].rpartition(".")[2]
-    if program is None:
-        program = "-".join([PurePath(rest[0]).name, *(w for w in rest[1:2] if w.isalnum())])
-    if program in _ANY:
-        program = root.name
+    program = next((PurePath(word).stem for word in words if word.endswith(".py")), root.name)
+    program = root.name if program in _ANY else program
     name = re.sub(r"[^A-Za-z0-9_.+-]", "-", program).lstrip("._+-")
     return name[:_LONGEST_NAME] or "training"
 
@@ -168,29 +158,8 @@ def _gap(found: Found, name: str) -> int:
     return max((b - a for a, b in pairwise(steps)), default=1)
 
 
-# Of the families below, what a shell or an image sets on every machine.
-_EVERYWHERE = re.compile(
-    r"PATH|LD_.*|VIRTUAL_ENV.*|CUDA_(HOME|PATH)|.*_(VERSION|ARCH_LIST|SHA256)"
-    r"|PYTHON(UNBUFFERED|DONTWRITEBYTECODE|FAULTHANDLER)"
-).fullmatch
-_FAMILIES = (
-    *("ACCELERATE_*", "DS_*", "KMP_*", "TOKENIZERS_*", "TRANSFORMERS_*", "XLA_*"),
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE"),
-)
-
-
-def env_of_row(
-    names: Sequence[str], env: Mapping[str, str], assigned: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the variables that `--env` puts into a row, by name; print others that may matter.
-
-    A printed variable is set in the shell, is of a kind that trainings read, and is neither in the
-    row nor before the command.
-
-    Args:
-        names: What `--env` names.
-        env: Variables of the shell.
-        assigned: Variables before the command, as in `NAME=1 python train.py`; not in the result.
+def env_of_row(names: Sequence[str], env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of the shell that `--env` puts into a row, by name.
 
     Raises:
         LaunchError: A name is not set, or is that of a secret.
@@ -202,16 +171,6 @@ def env_of_row(
             raise LaunchError(
                 f"--env {name}", "is a secret, which no file may hold; leave it in the shell"
             )
-    others = {
-        name: value
-        for name, value in sorted(kept_variables(env, names=_FAMILIES).items())
-        if name not in names and name not in assigned and not _EVERYWHERE(name)
-    }
-    if others:
-        said = [n if is_secret_name(n) else f"{n}={shlex.quote(v)}" for n, v in others.items()]
-        click.echo(
-            f"set in this shell, and not in the row: {' '.join(said)}; --env NAME keeps one there"
-        )
     return {name: env[name] for name in names}
 
 
@@ -306,9 +265,7 @@ def command(  # noqa: PLR0913 - the options
     words = (*assigned, *program)
     row_name = name_of(program, root) if name is None else name
     _refuse_name(root, row_name)
-    if not dry_run:
-        _refuse_unwritable(root)
-    env = env_of_row(kept, os.environ, started.env)
+    env = env_of_row(kept, os.environ)
     gpus, num_gpus = _gpus_of(started.ranks, is_alone=started.is_alone)
     sizes = {"ranks": started.ranks}
     if started.is_alone:
@@ -316,9 +273,13 @@ def command(  # noqa: PLR0913 - the options
     with tempfile.TemporaryDirectory(prefix="pytest-megatron-record-") as scratch:
         directory = Path(scratch)
         if not dry_run:
-            make_own_dir(root)
             own = root / OWN_DIR / "record"
-            own.mkdir(exist_ok=True)
+            try:
+                make_own_dir(root)
+                own.mkdir(exist_ok=True)
+            except OSError as error:
+                why = f"cannot be written to: {error.strerror}; nothing was run"
+                raise RecipeError(str(own), why) from error
             directory = Path(tempfile.mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=own))
         by_hand = ByHand(
             words=program,
@@ -330,7 +291,6 @@ def command(  # noqa: PLR0913 - the options
             gpus=gpus,
             num_gpus=num_gpus,
         )
-        _say_uncommitted(root)
         click.echo(f"running once as it is: {shlex.join(words)}")
         with _ended_by_signals():
             ran = by_hand.run("first")
@@ -403,30 +363,6 @@ def _refuse_name(root: Path, name: str) -> None:
     for there in (root / "recipes" / f"{name}.yaml", root / "golden_values" / name):
         if there.exists():
             raise RecipeError(str(there), "is there already; give another --name, or remove it")
-
-
-def _refuse_unwritable(root: Path) -> None:
-    """Refuse a project that takes no row or golden, before anything runs.
-
-    Raises:
-        RecipeError: It takes none.
-    """
-    for name in ("recipes", "golden_values", OWN_DIR):
-        try:
-            try_to_write(root / name)
-        except OSError as error:
-            problem = f"cannot be written to: {error.strerror}; nothing was run"
-            raise RecipeError(str(error.filename), problem) from error
-
-
-def _say_uncommitted(root: Path) -> None:
-    """Say that a golden cannot name the code that made it."""
-    facts = gather_facts(root)
-    what = "no git commit" if facts.commit is None else ""
-    if facts.uncommitted:
-        what = f"uncommitted changes ({listed(facts.uncommitted, MOST_NAMED)})"
-    if what:
-        click.echo(f"the tree has {what}, as its golden will say; commit first for one without")
 
 
 def _refuse_quoted(words: Sequence[str]) -> None:

@@ -39,7 +39,6 @@ from pytest_megatron.process.originals import os  # loaded before any test can p
 from pytest_megatron.session import exit_code, options
 from pytest_megatron.session.arguments import (
     are_recipes_asked_for,
-    findable,
     refuse_root_of_values,
 )
 from pytest_megatron.session.options import has_workers
@@ -127,7 +126,6 @@ def pytest_configure(config: pytest.Config) -> None:
     chosen = options.read_options(config)
     exit_code.register(config)
     if chosen.asks_for_workloads or chosen.asks_for_gangs:
-        config.args[:] = findable(config.args, str(config.invocation_params.dir))
         refuse_launcher(config, chosen.num_nodes)
     if chosen.asks_for_workloads or are_recipes_asked_for(config):
         from pytest_megatron.workloads.items.plugin import register_roles

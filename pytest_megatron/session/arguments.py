@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
@@ -13,18 +13,6 @@ from pytest_megatron.session.short_names import PREFIX
 
 RECIPES_DIR = "recipes"
 RECIPE_SUFFIXES = (".yaml", ".yml")
-
-
-def findable(arguments: Sequence[str], directory: str) -> list[str]:
-    """Return arguments without the directory where pytest would take its name for a node id's.
-
-    Without arguments, pytest names the directory in full; it splits at `::` and `[` before it looks
-    for a file.
-    """
-    if "::" not in directory and "[" not in directory:
-        return list(arguments)
-    start = f"{directory}{os.sep}"
-    return ["." if a == directory else a.removeprefix(start) for a in arguments]
 
 
 def refuse_root_of_values(config: pytest.Config, names: Container[str]) -> None:

@@ -40,7 +40,6 @@ from pytest_megatron.gangs.rank.logs import RankLogs
 from pytest_megatron.gangs.rank.process import RankContext, prepare, run_rank, with_own_temp
 from pytest_megatron.process.fork_safety import HARMLESS_ENV, find_obstacle, reseed
 from pytest_megatron.process.tree import end_if_forked
-from pytest_megatron.session.arguments import findable
 from pytest_megatron.session.options import COLLECTING_PLUGIN
 
 SKIPPED = "skipped "  # prefix of the problem of a collector that skipped
@@ -265,8 +264,7 @@ class CollectingPlugin:
         option.basetemp = with_own_temp(own, self._info.base_temp).base_temp
         vars(config)["workerinput"] = decode(self._asked.workerinput)
         vars(config)["workeroutput"] = {}
-        arguments = findable(config.args, self._info.directory)
-        files = [argument.partition("::")[0] for argument in arguments]
+        files = [argument.partition("::")[0] for argument in config.args]
         config.args = [f for f in dict.fromkeys(files) if not f.endswith(_RECIPES)]
         Path(option.basetemp).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         config.hook.pytest_cmdline_main(config=config)

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from gang_suite import Suite, wait_until
 
-from pytest_megatron.session.arguments import findable
-
 pytestmark = pytest.mark.nightly
 
 TESTS = """
@@ -73,30 +71,6 @@ def test_a_proc_of_another_namespace_is_one_error(suite: Suite) -> None:
     run = suite.run("--ranks", "2", command=command_in(suite, ["-p", "-f"], "true"))
     assert run.returncode == 4
     assert run.stderr.startswith("ERROR: /proc: is of another PID namespace, and processes of")
-
-
-@pytest.mark.parametrize("start", ["auto", "collect"])
-def test_a_checkout_may_have_any_name(start: str, tmp_path: Path) -> None:
-    name = "a::b[1] \u00fc\u4e2d"
-    (tmp_path / name).mkdir()
-    suite = Suite(tmp_path / name).write(test_rank="def test_rank(rank): assert rank < 2")
-    run = suite.run("--ranks", "2", "-o", f"megatron_gang_start={start}")
-    assert run.summary == "1 passed", run.stdout + run.stderr
-
-
-@pytest.mark.parametrize(
-    ("directory", "arguments", "found"),
-    [
-        ("/a::b", ["/a::b"], ["."]),
-        ("/a::b", ["/a::b/t/u.py::test[1]", "t", "/c"], ["t/u.py::test[1]", "t", "/c"]),
-        ("/a[1]", ["/a[1]/t"], ["t"]),
-        ("/a", ["/a", "/a/t.py::u"], ["/a", "/a/t.py::u"]),
-    ],
-)
-def test_arguments_below_a_directory_with_a_node_ids_signs_are_made_relative(
-    directory: str, arguments: list[str], found: list[str]
-) -> None:
-    assert findable(arguments, directory) == found
 
 
 ENVIRONMENTS = {

@@ -193,7 +193,7 @@ def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> 
     [
         ("rank_timeout", "1", "with a value that it does not take: --rank-timeout: does not take"),
         ("ranks_per_gpu", True, "that it does not take: --ranks-per-gpu: True is not a count"),
-        ("gang_start", "fresh", "that it does not take: megatron_gang_start: 'fresh' was removed"),
+        ("gang_start", "fresh", "that it does not take: megatron_gang_start: 'fresh' is unknown"),
         ("lightweight", "yes", "with a value that it does not take: --lightweight: does not take"),
         ("tensor_trace", "full --pdb", "a value that it does not take: --tensor-trace: 'full --p"),
         (

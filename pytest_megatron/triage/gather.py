@@ -19,7 +19,9 @@ from pytest_megatron.triage.logs.exits import (
     excuse,
     merge_exits,
     read_exits,
+    spawned_rank,
     stubborn_pid,
+    unnamed_signal,
 )
 from pytest_megatron.triage.logs.fatal import (
     NEEDED,
@@ -104,6 +106,8 @@ class _LogCollector:
 
     Attributes:
         exits: Ends of ranks as a launcher logs them; `stubborn`: processes that had to be killed.
+        spawned: Ranks that a launcher says it started.
+        signals: Those that ended a rank, of which the launcher does not say which.
     """
 
     events: list[Event] = field(default_factory=list)
@@ -113,6 +117,8 @@ class _LogCollector:
     stacks: list[tuple[LogFile, int]] = field(default_factory=list)
     exits: list[tuple[ProcessExit, LogLine]] = field(default_factory=list)
     stubborn: set[int | None] = field(default_factory=set)
+    spawned: set[int | None] = field(default_factory=set)
+    signals: list[tuple[str, LogLine]] = field(default_factory=list)
 
 
 def make_scanner(table: Table) -> Scanner:
@@ -131,6 +137,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
         except OSError as error:
             notes.append(f"{log.shown}: {error.strerror}")
     exits = [(excuse(end, launcher_book.stubborn), place) for end, place in launcher_book.exits]
+    exits += _ends_without_rank(books)
     ends = merge_exits([end for end, _ in exits])
     shown = dict(exits)
     successes = _successes(unit.logs)
@@ -194,6 +201,21 @@ def _of_nobody(
         return fatal
     ranks[fatal.rank] = replace(story, fatal=fatal)
     return None
+
+
+def _ends_without_rank(
+    books: Mapping[int | None, _LogCollector],
+) -> list[tuple[ProcessExit, LogLine]]:
+    """Return ends of which a launcher does not say the rank, where all ranks but one raised."""
+    launcher = books[None]
+    spawned = [rank for rank in launcher.spawned if rank is not None]
+    silent = [rank for rank in spawned if rank not in books or not books[rank].traces]
+    if len(silent) != 1:
+        return []
+    return [
+        (ProcessExit(rank=silent[0], how=how, is_first=True, shown=place.text), place)
+        for how, place in launcher.signals
+    ]
 
 
 def _by_file(path: Path | None, table: Table, notes: list[str]) -> Fatal | None:
@@ -371,6 +393,9 @@ def _read_log(
         if log.rank is None and any(text in line.text for text in EXIT_LITERALS):
             books[None].exits += _exits_at(log, raw)
             books[None].stubborn.add(stubborn_pid(line.text))
+            books[None].spawned.add(spawned_rank(line.text))
+            if (how := unnamed_signal(line.text)) is not None:
+                books[None].signals.append((how, place))
         if line.text.startswith(_WHAT):
             message = f"c10::Error: {line.text.removeprefix(_WHAT)}"
             signature = classify_message(table, message)

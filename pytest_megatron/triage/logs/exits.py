@@ -1,7 +1,8 @@
-"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun, Lightning. Pure.
+"""Read the ends of ranks as launchers report them: torch's agent, srun, mpirun and others. Pure.
 
 Sources: torch/distributed/elastic/multiprocessing/errors (format of the failures), torch 2.11;
-Slurm's srun, task exit messages; lightning/fabric/strategies/launchers, 2.6.
+Slurm's srun, task exit messages; deepspeed/launcher/launch.py, 0.19; accelerate/commands/launch.py,
+1.15, whose `simple_launcher` starts one process; lightning/fabric/strategies/launchers, 2.6.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pytest_megatron.triage.logs.lines import parse_line, parse_time
 # In every line that tells of an end, and so looked for.
 LITERALS = (
     *("(local_rank: ", "failed (exitcode: ", "srun: error: ", "exited on signal"),
-    "forcefully exiting via",
-    "] Child process with PID ",
+    *("forcefully exiting via", "died with <Signals.", "] Child process with PID "),
+    *(" spawned with command: ", "exits with return code = "),
 )
 NEAR_BYTES = (600, 6000)  # before and behind a row of torch's table: what belongs to it
 
@@ -41,6 +42,10 @@ _LIGHTNING = re.compile(
     r"^\[rank: (?P<rank>\d+)\] Child process with PID (?P<pid>\d+) terminated with code "
     r"(?P<code>-?\d+)\b"
 )
+# DeepSpeed's names the rank that it started last, whichever failed.
+_SPAWNED = re.compile(r"process \d+ spawned with command: .*'--local_rank=(?P<rank>\d+)'")
+_ENDED = re.compile(r"\[launch\.py:\d+:\w+\] .*\] exits with return code = (?P<code>-\d+)$")
+_ACCELERATE = re.compile(r"CalledProcessError: .* died with <Signals\.(?P<how>SIG\w+): \d+>")
 _WORDS = {
     "Killed": "SIGKILL",
     "Segmentation fault": "SIGSEGV",
@@ -110,7 +115,20 @@ def read_exits(line: str, around: str, at: int) -> tuple[ProcessExit, ...]:
     if (process := _MPIRUN.search(text)) is not None:
         killed = how_it_ended(-int(process["number"]))
         return (ProcessExit(rank=int(process["rank"]), how=killed, shown=text),)
-    return ()
+    lone = _ACCELERATE.search(text) if "in simple_launcher" in around[:at] else None
+    return () if lone is None else (ProcessExit(rank=0, how=lone["how"], shown=text),)
+
+
+def spawned_rank(line: str) -> int | None:
+    """Return the rank that DeepSpeed's launcher says it started."""
+    found = _SPAWNED.search(line)
+    return None if found is None else int(found["rank"])
+
+
+def unnamed_signal(line: str) -> str | None:
+    """Return the signal that ended a rank of DeepSpeed's launcher, which does not say which."""
+    found = _ENDED.search(line)
+    return None if found is None else how_it_ended(int(found["code"]))
 
 
 def stubborn_pid(line: str) -> int | None:

@@ -51,6 +51,7 @@ from pytest_megatron.gangs.record import (
     plan_lines,
     test_record,
     transient_cause,
+    why_not_again,
 )
 from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
@@ -433,6 +434,7 @@ class GangPlugin(RecordCarrier):
             self._run.table,
         )
         if cause is None:
+            self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
         refusal = self._not_again[item] = self._run.retries.claim()

@@ -14,6 +14,7 @@ from pathlib import Path, PurePath
 import click
 
 from pytest_megatron.base.command import EXIT_FAILED, PATH, root_option
+from pytest_megatron.base.project import SHORT_COMMIT, ask_git
 from pytest_megatron.base.text import plain, printable
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.runs.find import find_runs
@@ -73,11 +74,21 @@ def accept(  # noqa: PLR0913 - click hands over one argument an option
         stopped = [r.name for r in found if read_run_file(r.directory).was_stopped]
         candidates = _select(candidates, only)
         outcome = _write(candidates, root, terms, is_dry=is_dry)
+    _say_commit(candidates, root)
     for name in stopped:
         click.echo(f"{name} did not come to its end: run again what it lacks", err=True)
     _report(outcome, is_dry=is_dry)
     if stopped and not outcome.differences:
         sys.exit(EXIT_FAILED)
+
+
+def _say_commit(candidates: Sequence[Candidate], root: Path) -> None:
+    """Say that the candidates were measured at another commit than the one that is here."""
+    here = ask_git(root, "rev-parse", "HEAD")
+    origins = [c.golden.provenance for c in candidates if c.golden and c.golden.provenance]
+    others = sorted({o.commit[:SHORT_COMMIT] for o in origins if o.commit not in (None, here)})
+    if here is not None and others:
+        click.echo(f"measured at {', '.join(others)}; HEAD is {here[:SHORT_COMMIT]}", err=True)
 
 
 def _select(candidates: Sequence[Candidate], only: Sequence[str]) -> list[Candidate]:

@@ -11,7 +11,7 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 
@@ -328,7 +328,18 @@ class GoldenWriter:
             ]
             return False
         self.lines += _written(outcome)
+        self.lines += self._left_in_tree(candidates[0].directory.parent)
         return True
+
+    def _left_in_tree(self, run_dir: Path) -> Iterator[str]:
+        """Name files that came to the tree meanwhile: trainings may read what no commit has."""
+        own = {os.path.relpath(path, self._root) + "/" for path in (run_dir, *run_dir.parents)}
+        new = sorted(read_tree(self._root).new - tree_at_start(self._root).new - own)
+        if new:
+            yield (
+                f"new in the tree, and in no commit: {listed(new, MOST_NAMED)}; have git ignore "
+                "what trainings write; commit what they read, and measure again"
+            )
 
 
 def _written(outcome: AcceptOutcome) -> list[str]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from pytest_megatron.base.text import counted, listed
 from pytest_megatron.gpu.host import CPU_PLATFORM, PLATFORM_GPUS
@@ -86,9 +86,21 @@ class Candidate:
 
 
 class GateRule(Enum):
-    """Reasons to refuse a golden; the value is the name that is printed."""
+    """Reasons to refuse a golden; the value is the name that is printed.
 
-    # Never, whatever the reason.
+    Attributes:
+        is_soft: Whether a typed reason is enough.
+    """
+
+    is_soft: bool
+
+    def __new__(cls, name: str, is_soft: bool = False) -> Self:  # noqa: FBT001, FBT002 - of a table
+        """Make a rule; one without `is_soft` lets no golden through, whatever the reason."""
+        rule = object.__new__(cls)
+        rule._value_, rule.is_soft = name, is_soft
+        return rule
+
+    # Never.
     DAMAGED = "damaged-run"
     NOT_TRAINED = "not-trained"
     RETRY = "retry"
@@ -112,29 +124,21 @@ class GateRule(Enum):
     GPU = "gpu"
     WORLD_SIZE = "world-size"
     # Only with a reason.
-    LATE_START = "late-start"
-    MISSING = "missing-steps"
-    CONSTANT = "constant"
-    NOT_FALLING = "not-falling"
-    IMPLAUSIBLE = "implausible"
-    ROUNDED = "rounded"
-    CONFIG = "config-changed"
-    FEWER_STEPS = "fewer-steps"
-    STEP_1 = "step-1"
-    LOSS = "loss-worse"
-    BETTER = "loss-better"
-    OUTSIDE = "outside-band"
-    MEMORY = "memory"
-    TIME = "time"
-    MASS = "one-direction"
-
-    @property
-    def is_soft(self) -> bool:
-        """True if a typed reason is enough."""
-        return self in _SOFT
-
-
-_SOFT = frozenset(list(GateRule)[list(GateRule).index(GateRule.LATE_START) :])
+    LATE_START = "late-start", True
+    MISSING = "missing-steps", True
+    CONSTANT = "constant", True
+    NOT_FALLING = "not-falling", True
+    IMPLAUSIBLE = "implausible", True
+    ROUNDED = "rounded", True
+    CONFIG = "config-changed", True
+    FEWER_STEPS = "fewer-steps", True
+    STEP_1 = "step-1", True
+    LOSS = "loss-worse", True
+    BETTER = "loss-better", True
+    OUTSIDE = "outside-band", True
+    MEMORY = "memory", True
+    TIME = "time", True
+    MASS = "one-direction", True
 
 
 @dataclass(frozen=True, slots=True)

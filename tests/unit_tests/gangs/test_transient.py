@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gangs.record import transient_cause
+from pytest_megatron.gangs.record import transient_cause, why_not_again
 from pytest_megatron.gangs.spec import Merged
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory"
@@ -67,3 +67,23 @@ def test_of_a_rank_that_died_its_last_words_count(
     found = transient_cause([failure("exited with code 1")], last_stderr_lines, last_stderr_lines)
     assert (found.id if found else None) == signature
     assert transient_cause([failure("exited with code 1")], last_stderr_lines) is None
+
+
+REMOTE = (
+    "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, remote process exited or there "
+    "was a network error"
+)
+
+
+@pytest.mark.parametrize(
+    ("merged", "why"),
+    [
+        pytest.param(failure(REMOTE), "known as nccl_remote, which follows from", id="cascade"),
+        pytest.param(failure(OOM), "known as cuda_oom, which is not transient", id="genuine"),
+        pytest.param(failure(PORT), "known as port_in_use; a cause beside it", id="beside"),
+        pytest.param(failure("RuntimeError: no"), None, id="unknown"),
+        pytest.param(Merged(when="call", outcome="passed"), None, id="passed"),
+    ],
+)
+def test_why_a_failure_that_is_known_does_not_run_again(merged: Merged, why: str | None) -> None:
+    assert (why_not_again([merged]) or "None").startswith(why or "None")

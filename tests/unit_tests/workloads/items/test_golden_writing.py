@@ -250,6 +250,7 @@ def test_a_tree_that_changes_while_it_is_measured_makes_no_golden(tmp_path: Path
         ONCE=str(project.state("1")),
     )
     assert done.verdict("first") == ("PASSED", "passed")
+    assert "\nnew in the tree, and in no commit: out.log; have git ignore" in done.stdout
     git(project, "add", "-A")
     git(project, "commit", "-qm", "golden")
     before = goldens(project)
@@ -265,11 +266,14 @@ def test_a_tree_that_changes_while_it_is_measured_makes_no_golden(tmp_path: Path
     assert f"--golden refresh: {changed}nothing was run" in run.problem("last")
     accepted = golden_command(project, "accept", "run-changed", "--only", "first")
     assert (accepted.exit_code, f"[dirty] {changed}" in accepted.stderr) == (1, True)
+    assert "HEAD" not in accepted.stderr
     assert goldens(project) == before
+    old = git(project, "rev-parse", "--short=12", "HEAD")
     git(project, "commit", "-qam", "other")
     more = ("--only", "first", "--allow-dirty")
     accepted = golden_command(project, "accept", "run-changed", *more)
-    assert (accepted.exit_code, accepted.stderr) == (0, "")
+    new = git(project, "rev-parse", "--short=12", "HEAD")
+    assert (accepted.exit_code, accepted.stderr) == (0, f"measured at {old}; HEAD is {new}\n")
     provenance = read_golden(project.golden_path("first")).provenance
     assert provenance is not None
     assert provenance.is_dirty is True

@@ -1,10 +1,9 @@
 """How many bugs each comparison finds, and how often it cries wolf, on real trainings.
 
-    python benchmarks/compare_curves.py                 # from the curves that are kept, 100 s
-    python benchmarks/curves/train.py --recipe bf16     # trains what the file of curves lacks
+    python benchmarks/compare_curves.py         # 100 s
 
 `curves/curves.json.gz` holds the losses of the CPU workload: trained as it is, again with the noise
-of atomic additions, on other platforms, and with a bug (`curves/variants.py`). Two tables:
+of atomic additions, on other platforms, and with a bug. Two tables:
 
 1. injected: each platform change is compared with the workload as it is, after a shift, a spike or
    a hole was put on it;

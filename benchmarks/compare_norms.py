@@ -2,7 +2,7 @@
 
     python benchmarks/compare_norms.py            # from the curves that are kept, five minutes
 
-`curves/norms.json.gz` holds them of three models in bf16: the CPU workload (`curves/train.py`), an
+`curves/norms.json.gz` holds them of three models in bf16: the CPU workload, an
 LSTM and convolutions, the last two calm and chaotic; the norm of the
 parameters is in the recipes whose name ends in `params`. A golden is made of some reruns as
 `--golden refresh` makes it; each rerun that it has not seen, each other platform and each bug is

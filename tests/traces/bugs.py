@@ -1,4 +1,4 @@
-"""Bugs of the exam that the comparison may be tuned with; `held_out_bugs.py` has the others.
+"""Bugs of the exam.
 
 Sources: ML is NVIDIA/Megatron-LM on GitHub; TTrace is arXiv 2506.09280.
 """

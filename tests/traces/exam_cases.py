@@ -1,13 +1,11 @@
 """What the exam of traces is made of: layouts, bugs, right answers, and the tools to plant a bug.
 
 A bug changes megatron-core, or the training program, in the processes of one phase. It is planted
-by name (`buggy_train.py`) before the program runs. Which cases are held out from tuning is decided
-by their names alone (`is_held_out`), before any of them has met the comparison.
+by name (`buggy_train.py`) before the program runs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -52,10 +50,8 @@ EP2: Mapping[str, Value] = {"--expert-model-parallel-size": 2}
 VIRTUAL: Mapping[str, Value] = {"--num-layers-per-virtual-pipeline-stage": 1}
 SHARDED: Mapping[str, Value] = {"--use-distributed-optimizer": True}
 ALL_TO_ALL: Mapping[str, Value] = {"--moe-token-dispatcher-type": "alltoall"}
-ONE_RANK_EXPERTS: Mapping[str, Value] = {"--expert-tensor-parallel-size": 1}
 FOUR_LAYERS: Mapping[str, Value] = {"--num-layers": 4}
 DROPOUT: Mapping[str, Value] = {"--hidden-dropout": 0.1, "--attention-dropout": 0.1}
-SELECTIVE: Mapping[str, Value] = {"--recompute-granularity": "selective"}
 UNIFORM: Mapping[str, Value] = {
     "--recompute-granularity": "full",
     "--recompute-method": "uniform",
@@ -71,8 +67,6 @@ LLAMA: Mapping[str, Value] = {
 }
 BF16: Mapping[str, Value] = {"--bf16": True}
 UNTIED: Mapping[str, Value] = {"--untie-embeddings-and-output-weights": True}
-# With a small epsilon Adam's step does not feel how large all gradients are.
-FEELS_SCALE: Mapping[str, Value] = {"--adam-eps": 1.0e-3}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +176,6 @@ class Bug:
     dtypes: tuple[str, ...]
     answers: tuple[Answer, ...]
     plant: Plant
-
-
-def is_held_out(name: str, names: Iterable[str]) -> bool:
-    """Whether a case is of the half that is kept apart: the smaller digests of the names."""
-    ordered = sorted(names, key=lambda one: hashlib.sha256(f"trace-exam/{one}".encode()).digest())
-    return name in ordered[: (len(ordered) + 1) // 2]
 
 
 def wrap(owner: Untyped, name: str, make: Callable[[Function], Function]) -> None:

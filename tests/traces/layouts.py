@@ -1,7 +1,6 @@
-"""Clean pairs of the exam that the comparison may be tuned with.
+"""Clean pairs of the exam.
 
-`held_out_layouts.py` has the others. A pair trains the same but for rounding: a divergence is a
-false alarm.
+A pair trains the same but for rounding: a divergence is a false alarm.
 """
 
 from __future__ import annotations

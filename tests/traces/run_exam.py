@@ -1,12 +1,10 @@
 """Examines the comparison of layouts: finds planted bugs, leaves clean pairs of layouts alone.
 
-    python tests/traces/run_exam.py [--part tuned|held-out|all] [--sample] [--only NAME,...]
-    python tests/traces/run_exam.py --forked [...]
+    python tests/traces/run_exam.py [--sample] [--only NAME,...]
 
-Each question is two rows in the recipe of a scratch project, which `trace compare` trains and
-compares as for a user; then what it found is marked. Exits with 1 if a bug was missed or a clean
-pair was found to differ. `--forked` records and compares the same without a session, in ranks that
-are forked off this process, which takes 2 s of CPU time a question.
+Each question is recorded and compared as `trace compare` does it, in ranks that are forked off this
+process, which takes 2 s of CPU time; then what was found is marked. Exits with 1 if a bug was
+missed or a clean pair was found to differ.
 """
 
 from __future__ import annotations
@@ -15,16 +13,12 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-
-import yaml
 
 HERE = Path(__file__).resolve().parent
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: threads of many ranks would spin
@@ -34,8 +28,6 @@ gc.disable()  # no search of all that is imported for garbage
 from bugs import BUGS  # noqa: E402 # they are found from any directory
 from exam_cases import BF16, Bug, Layout, Value  # noqa: E402
 from exam_forks import run_ranks, words_of  # noqa: E402
-from held_out_bugs import BUGS as HELD_OUT_BUGS  # noqa: E402
-from held_out_layouts import LAYOUTS as HELD_OUT_LAYOUTS  # noqa: E402
 from layouts import LAYOUTS  # noqa: E402
 
 from pytest_megatron.trace import compare, run  # noqa: E402
@@ -43,7 +35,7 @@ from pytest_megatron.trace.equivalence import comparison_to_json  # noqa: E402
 from pytest_megatron.trace.settings import VARIABLE  # noqa: E402
 
 gc.enable()
-# Of CI: quick ones, with something to find in each phase, and none of those held out.
+# Of CI: quick ones, with something to find in each phase.
 SAMPLE = (
     "row-parallel-unreduced-fp32",
     "gated-halves-swapped-fp32",
@@ -59,7 +51,6 @@ SAMPLE = (
     "bf16-gpt-tp2-sp",
 )
 STEPS = 2
-_REFERENCE = "-reference"  # behind the name of a question: the test case of the reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +66,6 @@ class Question:
     pair: Layout
     dtype: str
     bug: Bug | None
-    is_held_out: bool
 
     @property
     def extra(self) -> dict[str, Value]:
@@ -108,7 +98,6 @@ class Mark:
     name: str
     dtype: str
     is_bug: bool
-    is_held_out: bool
     verdict: str
     first: str
     is_right: bool
@@ -123,28 +112,23 @@ class Mark:
 def main() -> int:
     """Ask the questions that are asked for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--part", choices=("tuned", "held-out", "all"), default="all")
     parser.add_argument("--sample", action="store_true", help="the few that CI asks")
     parser.add_argument("--only", default="", help="names, with commas between them")
     parser.add_argument("--kind", choices=("bugs", "layouts", "all"), default="all")
-    parser.add_argument("--jobs", default="2", help="comparisons at a time")
     parser.add_argument("--json", type=Path, help="file for the marks")
-    parser.add_argument("--keep", type=Path, help="directory for the scratch project")
-    parser.add_argument("--forked", action="store_true", help="without a session of pytest")
+    parser.add_argument("--keep", type=Path, help="directory for the traces")
     asked = parser.parse_args()
     names = set(SAMPLE if asked.sample else filter(None, asked.only.split(",")))
     questions = [
         one
         for one in all_questions()
         if (not names or names & {one.name, one.pair.name})
-        and asked.part in ("all", "held-out" if one.is_held_out else "tuned")
         and asked.kind in ("all", "layouts" if one.bug is None else "bugs")
     ]
     with tempfile.TemporaryDirectory() as scratch:
         root = asked.keep or Path(scratch)
         start = time.monotonic()
-        way = ask_forked if asked.forked else ask
-        marks = way(questions, root, asked.jobs)
+        marks = ask(questions, root)
         print("\n".join(table(marks)))
         print(f"{len(marks)} rows in {time.monotonic() - start:.0f} s")
         if asked.json is not None:
@@ -154,66 +138,19 @@ def main() -> int:
 
 def all_questions() -> list[Question]:
     """Make the rows: each bug in each of its dtypes, and each clean pair."""
-    questions = []
-    for is_held_out, bugs, pairs in (
-        (False, BUGS, LAYOUTS),
-        (True, HELD_OUT_BUGS, HELD_OUT_LAYOUTS),
-    ):
-        questions += [
-            Question(
-                name=f"{bug.name}-{dtype}",
-                pair=bug.pair,
-                dtype=dtype,
-                bug=bug,
-                is_held_out=is_held_out,
-            )
-            for bug in bugs
-            for dtype in bug.dtypes
-        ]
-        questions += [
-            Question(
-                name=pair.name,
-                pair=pair,
-                dtype="bf16" if pair.is_bf16 else "fp32",
-                bug=None,
-                is_held_out=is_held_out,
-            )
-            for pair in pairs
-        ]
-    return questions
+    planted = [
+        Question(name=f"{bug.name}-{dtype}", pair=bug.pair, dtype=dtype, bug=bug)
+        for bug in BUGS
+        for dtype in bug.dtypes
+    ]
+    clean = [
+        Question(name=pair.name, pair=pair, dtype="bf16" if pair.is_bf16 else "fp32", bug=None)
+        for pair in LAYOUTS
+    ]
+    return planted + clean
 
 
-def ask(questions: Sequence[Question], root: Path, jobs: str) -> list[Mark]:
-    """Compare the rows of a scratch project and mark what was found."""
-    write_project(questions, root)
-    with ThreadPoolExecutor(int(jobs)) as pool:
-        return list(pool.map(lambda question: _ask_one_session(question, root), questions))
-
-
-def _ask_one_session(question: Question, root: Path) -> Mark:
-    """Compare two rows as a user does."""
-    rows = [f"recipes/exam.yaml::{question.name}{end}[dev-cpu]" for end in (_REFERENCE, "")]
-    words = [str(Path(sys.executable).with_name("pytest-megatron")), "trace", "compare", *rows]
-    env = dict(os.environ)
-    env.pop("PYTHONDONTWRITEBYTECODE", None)  # some images set it; every process compiles anew
-    file = root / f"{question.name}.json"
-    with (root / f"{question.name}.txt").open("w") as said:
-        done = subprocess.run(
-            [*words, "--format", "json"],
-            cwd=root,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=said,
-            text=True,
-            check=False,
-        )
-    if done.stdout:
-        (found,) = json.loads(done.stdout)["traces"]
-        file.write_text(json.dumps(found["comparison"]))
-    return mark(question, file)
-
-
-def ask_forked(questions: Sequence[Question], root: Path, _: str) -> list[Mark]:
+def ask(questions: Sequence[Question], root: Path) -> list[Mark]:
     """Record and compare each row in ranks that are forked off this process."""
     references: dict[tuple[str, ...], Path] = {}
     return [_ask_one(question, root / question.name, references) for question in questions]
@@ -262,60 +199,6 @@ def _ask_one(question: Question, root: Path, references: dict[tuple[str, ...], P
     return mark(question, output)
 
 
-def write_project(questions: Sequence[Question], root: Path) -> None:
-    """Write the scratch project: its program, its cases and its recipe."""
-    (root / "recipes").mkdir(parents=True, exist_ok=True)
-    (root / "pytest.ini").write_text("[pytest]\n")
-    program = root / "buggy_train.py"
-    program.unlink(missing_ok=True)
-    program.symlink_to(HERE / "buggy_train.py")
-    rows = [
-        row
-        for question in questions
-        for row in (
-            (question.name, question.candidate, question.pair.ranks),
-            (f"{question.name}{_REFERENCE}", question.reference, question.pair.reference_ranks),
-        )
-    ]
-    for name, arguments, _ in rows:
-        case = root / "tests/functional_tests/test_cases/exam" / name
-        case.mkdir(parents=True, exist_ok=True)
-        config = {"MODEL_ARGS": arguments, "TEST_TYPE": "regular"}
-        (case / "model_config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
-    recipe = {
-        "type": "basic",
-        "format_version": 1,
-        "maintainers": ["pytest-megatron"],
-        "loggers": ["stdout"],
-        "spec": {
-            "name": "{test_case}_{environment}_{platforms}",
-            "model": "exam",
-            "nodes": 1,
-            "gpus": 1,
-            "n_repeat": 1,
-            "time_limit": 600,
-            "platforms": "cpu",
-            "training_script_path": "buggy_train.py",
-        },
-        "products": [
-            {
-                "test_case": [name],
-                "products": [
-                    {
-                        "environment": ["dev"],
-                        "scope": ["nightly"],
-                        "platforms": ["cpu"],
-                        "gpus": [ranks],
-                        "trace_steps": [STEPS],
-                    }
-                ],
-            }
-            for name, _, ranks in rows
-        ],
-    }
-    (root / "recipes" / "exam.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
-
-
 def mark(question: Question, file: Path) -> Mark:
     """Read what was made of a row."""
     found = json.loads(file.read_text()) if file.exists() else {"verdict": "missing"}
@@ -325,7 +208,6 @@ def mark(question: Question, file: Path) -> Mark:
         name=question.name,
         dtype=question.dtype,
         is_bug=bug is not None,
-        is_held_out=question.is_held_out,
         verdict=found["verdict"],
         first=str(found.get("problem") or "") if first is None else in_words(first),
         is_right=bug is not None
@@ -346,23 +228,22 @@ def in_words(first: dict[str, Value]) -> str:
 
 
 def table(marks: Sequence[Mark]) -> Iterable[str]:
-    """Word the marks: the sums, by part and dtype, then what went wrong."""
-    yield "| part | dtype | found / bugs | right module | in step 1 | false alarms / clean |"
-    yield "|---|---|---|---|---|---|"
-    for part, is_held_out in (("tuned", False), ("held out", True)):
-        for dtype in ("fp32", "bf16"):
-            of = [one for one in marks if (one.is_held_out, one.dtype) == (is_held_out, dtype)]
-            bugs = [one for one in of if one.is_bug]
-            found = [one for one in bugs if one.is_passed]
-            clean = [one for one in of if not one.is_bug]
-            alarms = [one for one in clean if not one.is_passed]
-            right = sum(one.is_right for one in found)
-            early = sum(one.step == 1 for one in found)
-            if of:
-                yield (
-                    f"| {part} | {dtype} | {len(found)} / {len(bugs)} | {right} | {early}"
-                    f" | {len(alarms)} / {len(clean)} |"
-                )
+    """Word the marks: the sums, by dtype, then what went wrong."""
+    yield "| dtype | found / bugs | right module | in step 1 | false alarms / clean |"
+    yield "|---|---|---|---|---|"
+    for dtype in ("fp32", "bf16"):
+        of = [one for one in marks if one.dtype == dtype]
+        bugs = [one for one in of if one.is_bug]
+        found = [one for one in bugs if one.is_passed]
+        clean = [one for one in of if not one.is_bug]
+        alarms = [one for one in clean if not one.is_passed]
+        right = sum(one.is_right for one in found)
+        early = sum(one.step == 1 for one in found)
+        if of:
+            yield (
+                f"| {dtype} | {len(found)} / {len(bugs)} | {right} | {early}"
+                f" | {len(alarms)} / {len(clean)} |"
+            )
     for one in marks:
         word = "ok" if one.is_passed else "MISSED" if one.is_bug else "FALSE ALARM"
         if one.is_bug and one.is_passed and not one.is_right:

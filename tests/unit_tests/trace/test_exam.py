@@ -16,7 +16,7 @@ EXAM = Path(__file__).resolve().parents[2] / "traces" / "run_exam.py"
 @pytest.mark.timeout(600)
 def test_the_exams_sample_is_passed() -> None:
     ran = subprocess.run(
-        [sys.executable, EXAM, "--sample", "--forked"], capture_output=True, text=True, check=False
+        [sys.executable, EXAM, "--sample"], capture_output=True, text=True, check=False
     )
     rows = [line for line in ran.stdout.splitlines() if line.startswith("ok: ")]
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 from generate_gpt import GenerateArguments
-from gpt_arguments import Arguments, check, make_parser, parse_arguments, parse_with
+from gpt_arguments import Arguments, make_parser, parse_arguments, parse_with
 from train_grpo import GrpoArguments
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,91 +51,6 @@ def test_a_wrong_command_line_ends_with_code_2(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_arguments(argv, world_size=1)
     assert caught.value.code == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "world_size", "message"),
-    [
-        pytest.param(
-            Arguments(context_parallel_size=2), 2, "--context-parallel-size: 2 is not", id="cp"
-        ),
-        pytest.param(
-            Arguments(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
-            6,
-            "does not divide the 6 ranks that were started; start a multiple of 4",
-            id="world",
-        ),
-        pytest.param(
-            Arguments(sequence_parallel=True, tensor_model_parallel_size=2, seq_length=63),
-            2,
-            "--seq-length: 63 is not a multiple of 2",
-            id="sequence-parallel",
-        ),
-        pytest.param(
-            Arguments(num_layers=4, num_layers_per_virtual_pipeline_stage=2),
-            1,
-            "needs --pipeline-model-parallel-size of at least 2",
-            id="virtual-stages-of-no-pipeline",
-        ),
-        pytest.param(
-            Arguments(
-                num_layers=6,
-                pipeline_model_parallel_size=2,
-                num_layers_per_virtual_pipeline_stage=2,
-            ),
-            2,
-            "2 times --pipeline-model-parallel-size 2 does not divide --num-layers 6",
-            id="virtual-stages",
-        ),
-        pytest.param(
-            Arguments(
-                num_layers=4,
-                pipeline_model_parallel_size=2,
-                num_layers_per_virtual_pipeline_stage=1,
-                global_batch_size=2,
-            ),
-            2,
-            "1 micro batches of a rank are not a multiple of the 2 pipeline stages",
-            id="virtual-stages-batches",
-        ),
-        pytest.param(
-            Arguments(recompute_method="uniform"), 1, "belongs to --recompute", id="recompute"
-        ),
-        pytest.param(
-            Arguments(num_query_groups=2, tensor_model_parallel_size=4),
-            4,
-            "--num-query-groups: 2 is not a multiple of 4",
-            id="query-groups",
-        ),
-        pytest.param(
-            Arguments(num_layers=3, pipeline_model_parallel_size=2),
-            2,
-            "--num-layers: 3 is not a multiple of 2",
-            id="layers",
-        ),
-        pytest.param(
-            Arguments(num_experts=4, disable_bias_linear=True, expert_model_parallel_size=4),
-            2,
-            "--expert-model-parallel-size: 4 does not divide the 2 ranks",
-            id="experts",
-        ),
-        pytest.param(Arguments(num_experts=4), 1, "--disable-bias-linear", id="expert-biases"),
-        pytest.param(
-            Arguments(global_batch_size=6),
-            2,
-            "--global-batch-size: 6 is not a multiple of 4",
-            id="batch",
-        ),
-        pytest.param(Arguments(log_interval=0), 1, "--log-interval: 0 is less than 1", id="count"),
-        pytest.param(Arguments(save_interval=2), 1, "needs --save DIRECTORY", id="save"),
-        pytest.param(Arguments(fault="melt@3"), 1, "KIND of crash, exit0, hang", id="fault"),
-    ],
-)
-def test_values_that_do_not_fit_are_named(
-    arguments: Arguments, world_size: int, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        check(arguments, world_size)
 
 
 @pytest.mark.parametrize(

@@ -176,23 +176,6 @@ def test_several_runs_and_an_artifact_make_one_index(run: MadeRun, tmp_path: Pat
     assert not (run.root / "index.html").exists()
 
 
-@pytest.mark.parametrize(
-    ("content", "expected"),
-    [
-        pytest.param(None, "holds no run.json", id="nothing"),
-        pytest.param('{"items": ', "is no JSON", id="torn"),
-        pytest.param("[]", "holds a list, expected an object", id="other"),
-    ],
-)
-def test_what_is_no_run_is_one_error(tmp_path: Path, content: str | None, expected: str) -> None:
-    if content is not None:
-        (tmp_path / "run.json").write_text(content)
-    error = report(tmp_path).exception
-    assert isinstance(error, MegatronError)
-    assert expected in str(error)
-    assert str(tmp_path) in str(error)
-
-
 def test_damaged_files_of_a_workload_cost_their_curves_only(run: MadeRun) -> None:
     page = run.item("recipes/a.yaml::a[dev-cpu]", [whole(10), whole(10)], golden=whole(10))
     phase = page.parent / "repeat_1/attempt_1/phase_1"

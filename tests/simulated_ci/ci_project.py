@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-WORKLOAD = "recipes/tiny.yaml::line[dev-cpu]"
 MARK = "is-waiting"
 
 _PYPROJECT = """\

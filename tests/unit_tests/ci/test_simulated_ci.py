@@ -26,7 +26,6 @@ def _scripts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
     """If anything happens to jobs, the verdict fails and names them."""
     scenario = Scenario(
-        name="disaster",
         fails=True,
         waits=True,
         trains=False,
@@ -47,6 +46,12 @@ def test_one_job_fails_one_is_killed_one_is_lost(tmp_path: Path) -> None:
     assert "- started on rank 1, `tests/unit_tests/test_one.py:4`" in told
     assert "artifacts/logs-tests-unit_tests-----.py-4711-" in told
     assert set(simulation.runners.values()) == {'["ubuntu-24.04"]', "ubuntu-24.04"}
+
+
+def test_a_sound_project_is_green_on_github(tmp_path: Path) -> None:
+    simulation, results = simulate(Scenario(), tmp_path)
+    assert set(results.values()) == {"success"}, simulation.steps
+    assert "passed: 4 items in 4 jobs" in simulation.summary
 
 
 def test_a_sound_project_is_green_on_gitlab(tmp_path: Path) -> None:

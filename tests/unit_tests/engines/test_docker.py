@@ -336,18 +336,6 @@ def test_a_container_is_ended_when_the_controller_is_killed(place: Place, tmp_pa
     wait_until(lambda: place.lab.containers() == [], "the container is gone")
 
 
-def test_what_was_killed_altogether_is_removed_by_the_next_run(
-    place: Place, tmp_path: Path
-) -> None:
-    with controller_of(place, tmp_path) as controller:
-        (driver,) = drivers(controller.pid)
-        controller.suspend()
-        driver.kill()
-        controller.kill()
-    assert len(place.lab.containers()) == 1
-    assert [end.returncode for end in place.run(place.order("true")).ends] == [0]
-
-
 def test_containers_of_dead_processes_are_removed_and_others_stay(place: Place) -> None:
     dead = owner().rpartition("/")[0] + "/1"  # somebody else had the number before
     for name, label in (("dead", dead), ("living", owner()), ("elsewhere", f"x{dead}")):

@@ -9,19 +9,14 @@ import pytest
 
 from pytest_megatron.engines.config import (
     ContainerConfig,
-    LaunchMode,
     PlaceConfig,
     SlurmConfig,
-    UvSyncConfig,
 )
 from pytest_megatron.engines.slurm.shape import (
     ShapePaths,
     gpu_flags,
     minutes_of_job,
-    place_flags,
     shape_of,
-    sync_script,
-    tasks_per_node,
 )
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.workloads.engine.api import Resources
@@ -57,16 +52,6 @@ def test_slurm_ends_a_job_later_than_we_do() -> None:
     assert shape_of(GPUS, own, PATHS).flags["time"] == "1-2:30"
 
 
-def test_a_segment_is_the_recipes() -> None:
-    assert "segment" not in place_flags(GPUS, SlurmConfig())
-    assert place_flags(replace(GPUS, segment=2), SlurmConfig())["segment"] == "2"
-
-
-def test_srun_starts_a_task_for_each_rank_or_for_each_node() -> None:
-    assert tasks_per_node(GPUS, LaunchMode.TORCHRUN) == 1
-    assert tasks_per_node(GPUS, LaunchMode.SRUN_NATIVE) == 8
-
-
 def test_orders_of_one_shape_have_one_script() -> None:
     place = SlurmConfig(python="python", platforms={"dgx_h100": PlaceConfig(partition="h100")})
     on_h100 = place.at("dgx_h100")
@@ -79,20 +64,6 @@ def test_orders_of_one_shape_have_one_script() -> None:
 def test_values_of_the_training_are_not_in_the_script() -> None:
     place = SlurmConfig(python="python", env={"TOKEN": "a secret"})
     assert "secret" not in repr(shape_of(GPUS, place, PATHS))
-
-
-def test_uv_sync_has_two_phases_on_every_node() -> None:
-    sync = UvSyncConfig(venv="/v x", args=("--extra", "dev"))
-    assert sync_script(sync, Path("/p")) == (
-        "export UV_PROJECT_ENVIRONMENT='/v x'; cd /p; "
-        "uv sync --frozen --inexact --extra dev --no-install-project; "
-        "uv sync --frozen --extra dev"
-    )
-    setup = shape_of(GPUS, SlurmConfig(python="p", uv_sync=sync), PATHS).setup
-    assert setup[0] == "spec=${1:?no spec is given}"
-    assert setup[1].startswith("unset RANK ")
-    assert setup[3].startswith("srun --nodes=2 --ntasks=2 --ntasks-per-node=1 bash -euxc ")
-    assert (setup[2], setup[-1]) == ("set -e", "set +e")
 
 
 def test_a_path_that_enroot_would_cut_is_refused() -> None:

@@ -114,14 +114,6 @@ def test_a_controller_of_slurm_that_is_away_is_waited_for(tmp_path: Path) -> Non
     assert said.detail == "job 41 waits"
 
 
-def test_one_query_for_all_jobs(tmp_path: Path) -> None:
-    run, slurm = Run(tmp_path), PretendSlurm()
-    engine = engine_on(run, slurm)
-    engine.submit([run.order(item, nodes=2 if item in "be" else 1) for item in "abcde"])
-    engine.poll()
-    assert (len(slurm.submissions), slurm.num_queries) == (5, 1)
-
-
 def test_no_more_than_the_limit_are_in_the_queue_and_the_first_come_first(tmp_path: Path) -> None:
     run, slurm = Run(tmp_path), PretendSlurm()
     engine = engine_on(run, slurm, SlurmSettings(max_jobs=2))

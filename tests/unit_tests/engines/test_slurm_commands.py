@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -109,19 +108,6 @@ def test_an_item_that_is_not_there(project: Path, item: str, message: str) -> No
         CliRunner().invoke(sbatch, [item], catch_exceptions=False)
 
 
-def test_without_nemo_run_sbatch_says_so_and_leaves_nothing(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (project / "broken").mkdir()
-    code = "raise ModuleNotFoundError('no', name='nemo_run')"
-    (project / "broken/nemo_run.py").write_text(code)
-    monkeypatch.setenv("PYTHONPATH", str(project / "broken"))
-    words = ["recipes/gpt.yaml::tp2[dev-cpu]", "--run-dir", "run"]
-    with pytest.raises(LaunchError, match=r"^nemo-run: made no script: .* pip install"):
-        CliRunner().invoke(sbatch, words, catch_exceptions=False)
-    assert not (project / "run").exists()
-
-
 @pytest.mark.nightly
 def test_what_sbatch_prints_trains_once(
     slurm_lab: SlurmLab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -148,27 +134,6 @@ def test_what_sbatch_prints_trains_once(
     attempt = run_dir / title / "repeat_1" / "attempt_1"
     assert "iteration        4/" in (attempt / "phase_1/logs/0/stdout.log").read_text()
     assert (attempt / "phase_1/tensorboard").is_dir()
-
-
-def test_a_wrong_number_of_tasks_is_said(
-    project: Path, slurm_lab: SlurmLab, tmp_path: Path
-) -> None:
-    printed("recipes/gpt.yaml::two_nodes[dev-dgx_h100]")
-    (project / "train.py").touch()
-    worker = (
-        sys.executable,
-        "-m",
-        "pytest_megatron.engines.worker",
-        "run/engine/spec.json",
-    )
-    done = slurm_lab.run("srun", "--nodes=1", "--ntasks=1", "--time=2", *worker, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "pytest-megatron: srun: started 1 task, expected some on each of 2 nodes" in done.stderr
-    done = slurm_lab.run("srun", "--nodes=1", "--ntasks=2", "--time=2", *worker, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "started 2 tasks on each of node" in done.stderr
-    assert "give srun --nodes=2 --ntasks-per-node=1" in done.stderr
-    assert json.loads((project / "run/engine/outcome.json").read_text())["trouble"]
 
 
 def test_what_the_cluster_would_not_take_is_said_beside_the_script(

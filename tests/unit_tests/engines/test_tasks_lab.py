@@ -12,7 +12,7 @@ import psutil
 import pytest
 from labs import SlurmLab
 from slurm_orders import Run
-from test_tasks import GUEST, Step, failure_of, native, paused, plan_of, spec_of, wait_for
+from test_tasks import Step, paused, plan_of, spec_of, wait_for
 from typing_extensions import override
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
@@ -25,14 +25,13 @@ from pytest_megatron.engines.slurm.states import (
 )
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.runs.layout import item_dirs
-from pytest_megatron.triage.rank_log import End
 from pytest_megatron.workloads.engine.api import EngineContext, EngineError, Planned, TroubleKind
 from pytest_megatron.workloads.engine.records import JobRecord, JobSpec, read_record, write_spec
 from pytest_megatron.workloads.golden.policy import ComparisonPolicy
 from pytest_megatron.workloads.golden.store import golden_path, read_golden
 from pytest_megatron.workloads.recipe.case import case_path, read_case
 from pytest_megatron.workloads.recipe.load import load_recipe
-from pytest_megatron.workloads.training.plan.plan import Setting, started
+from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.attempt import Verdict
 from pytest_megatron.workloads.verdict.compare import judge
 from pytest_megatron.workloads.verdict.driver import train
@@ -170,47 +169,6 @@ def job_of(process: psutil.Process) -> str | None:
         return process.environ().get("SLURM_JOB_ID")
     except psutil.Error:
         return None
-
-
-def test_the_exit_of_a_failed_rank_is_that_of_the_job(slurm_lab: SlurmLab, tmp_path: Path) -> None:
-    job = Job(tmp_path, slurm_lab, native(tmp_path, "pause@0", "raise@1"))
-    record = job.ended("FAILED")
-    assert [(end.end, end.returncode) for end in record.ends] == [(End.EXITED, 1)]
-    assert record.trouble is None
-    failure = failure_of(job)
-    assert (failure.root_rank, failure.exits["1"]) == (1, "exit code 1")
-    logs = [job.logs / str(rank) / name for rank in (0, 1) for name in ("stdout.log", "stderr.log")]
-    assert all(path.is_file() for path in logs)
-    assert [path.name for path in tmp_path.glob("tasks-*/*")] == ["over"]
-
-
-@pytest.mark.parametrize("deeds", [(), ("raise@1",)], ids=["sound", "failed"])
-def test_a_phase_begins_where_all_ranks_of_the_one_before_ended_well(
-    slurm_lab: SlurmLab, tmp_path: Path, deeds: tuple[str, ...]
-) -> None:
-    spec = native(tmp_path, *deeds)
-    (first,) = spec.plan.phases
-    assert first.start is not None
-    dirs = spec.plan.dirs.phase(2)
-    ranks = replace(first.start.ranks, logs=dirs.logs)
-    start = started(sys.executable, ranks, str(GUEST), [str(tmp_path / "second")])
-    second = replace(first, number=2, dirs=dirs, start=start)
-    job = Job(tmp_path, slurm_lab, replace(spec, plan=replace(spec.plan, phases=(first, second))))
-    record = job.ended("FAILED" if deeds else "COMPLETED")
-    codes = [(end.plan.number, end.returncode) for end in record.ends]
-    assert codes == ([(1, 1)] if deeds else [(1, 0), (2, 0)])
-    found = [path.read_text() for path in sorted(dirs.logs.glob("*/stdout.log"))]
-    assert found == ([] if deeds else ["rank 0 has met 2\n", "rank 1 has met 2\n"])
-
-
-def test_a_time_limit_ends_the_ranks_of_every_node(slurm_lab: SlurmLab, tmp_path: Path) -> None:
-    spec = paused(tmp_path)
-    job = Job(tmp_path, slurm_lab, replace(spec, plan=replace(spec.plan, time_limit_s=15.0)))
-    job.wait_until_met(2)
-    record = job.ended("FAILED")
-    assert [end.end for end in record.ends] == [End.TIME_LIMIT]
-    stacks = [(job.logs / str(rank) / "stderr.log").read_text() for rank in range(2)]
-    assert all("in pause" in text for text in stacks)
 
 
 def test_a_task_that_is_killed_ends_the_others_and_is_named(

@@ -1,12 +1,12 @@
 """Tries the wheel with several releases of Python and torch, and prints a table.
 
-    python tests/compatibility/run_versions.py --wheel FILE 3.12:2.8.0 3.13:2.13.0 [--page FILE]
+    python tests/compatibility/run_versions.py --wheel FILE 3.12:2.8.0 3.13:2.13.0
     python tests/compatibility/run_versions.py --pytest 7.3.2,7.4.4,8.0.2
 
 For each pair uv makes an environment with the wheel, that torch and the newest of everything else,
 and small projects run in it: tests on two ranks of which some pass, others fail, are skipped or
 kill their rank, alone and under pytest-xdist; a rank that never comes to a collective; a workload
-that records a golden and then equals it. `--page` puts the rows into the table of
+that records a golden and then equals it. The rows are those of the table of
 `docs/reference/compatibility.md`. A torch from the package index brings the CUDA packages, 6 GB for
 each pair, which are removed after it. `--pytest` tries the same in this environment, with other
 releases of pytest in front of its own. Needs uv and the Pythons, and nothing but the standard
@@ -30,8 +30,6 @@ from pathlib import Path
 LIMIT_S = 600
 _BESIDE = Path(sys.executable).with_name("uv")
 UV = str(_BESIDE) if _BESIDE.exists() else "uv"
-HEAD = "| Python | torch | numpy | pytest | tests on ranks | a hang | a workload | date |"
-_ROW = re.compile(r"^\| (\d+\.\d+)\.\S+ \| (\d+)\.(\d+)\S* \|")
 _TESTS = """
     import os
     import signal
@@ -185,12 +183,11 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, help="needed for pairs")
     parser.add_argument("--pytest", default="", metavar="LIST", help="releases to try here")
     parser.add_argument("--uv", default=UV, help="uv's program")
-    parser.add_argument("--page", type=Path, help="page whose table gets the rows")
     found = parser.parse_args()
     releases = found.pytest.split(",") if found.pytest else []
     if not (found.pairs or releases) or (found.pairs and found.wheel is None):
         parser.error("expected pairs and --wheel, or --pytest")
-    rows, has_failed = [], False
+    has_failed = False
     for pair in (*found.pairs, *releases):
         with tempfile.TemporaryDirectory(prefix="versions-") as directory:
             work = Path(directory)
@@ -199,13 +196,10 @@ def main() -> int:
             else:
                 environment = make_environment(work, found.uv, found.wheel.resolve(), pair)
             tried = try_environment(environment, work)
-        rows.append(tried.row)
         print(tried.row, flush=True)
         for name, problem in tried.problems.items():
             has_failed = True
             print(f"{name}:\n{problem}", file=sys.stderr, flush=True)
-    if found.page is not None:
-        found.page.write_text(with_rows(found.page.read_text(encoding="utf-8"), rows))
     return 1 if has_failed else 0
 
 
@@ -321,22 +315,6 @@ def missing(text: str, *patterns: str) -> str:
     """Return the text and the patterns that it lacks; empty if it lacks none."""
     lacking = [pattern for pattern in patterns if not re.search(pattern, text)]
     return f"{text}\nexpected {lacking}\n" if lacking else ""
-
-
-def with_rows(page: str, rows: list[str]) -> str:
-    """Return a page with rows in its table: newer ones replace those of the same pair."""
-    head, _, rest = page.partition(f"{HEAD}\n")
-    rule, *lines = rest.splitlines(keepends=True)
-    num_old = next((i for i, line in enumerate(lines) if line[0] != "|"), len(lines))
-    kept = {_pair(row): row for row in (*(line.strip() for line in lines[:num_old]), *rows)}
-    table = "".join(f"{kept[key]}\n" for key in sorted(kept))
-    return f"{head}{HEAD}\n{rule}{table}{''.join(lines[num_old:])}"
-
-
-def _pair(row: str) -> tuple[tuple[int, ...], int, int]:
-    match = _ROW.match(row)
-    assert match is not None, row
-    return tuple(map(int, match[1].split("."))), int(match[2]), int(match[3])
 
 
 if __name__ == "__main__":

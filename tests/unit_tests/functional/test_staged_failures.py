@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from failure_cases import CASES, Case
-from failure_score import judge, table
+from failure_score import judge
 from failure_stages import Stage, run_stage
 from failure_warm import WarmTasks
 
@@ -75,14 +75,3 @@ def test_a_sound_run_that_says_alarming_things_has_not_failed(name: str, stage: 
     case = quick(BY_ID[name])
     found = judge(case, run_stage(case, stage))
     assert found.problems == (), found.line
-
-
-def test_scores_count_what_is_wrong_in_each_half(stage: Stage) -> None:
-    case = quick(BY_ID["crash-key-last-rank"])
-    right = judge(case, run_stage(case, stage))
-    wrong = replace(right, problems=("family", "root"))
-    text, is_good = table([right, wrong])
-    assert "family" in text.splitlines()[1]
-    assert "1/2  50.0 %" in text.splitlines()[1]
-    assert not is_good
-    assert table([right])[1]

@@ -145,26 +145,6 @@ def test_what_the_code_caused_is_never_transient(message: str) -> None:
     assert not found.is_transient
 
 
-@pytest.mark.parametrize(
-    ("message", "signature"),
-    [
-        ("RuntimeError: The server socket has failed to listen: EADDRINUSE", "port_in_use"),
-        ("socket.gaierror: [Errno -2] Name or service not known", "dns"),
-        ("RuntimeError: CUDA error: uncorrectable ECC error encountered", "ecc_dbe"),
-        ("RuntimeError: Unexpected error. Error 802: system not yet initialized", "cuda_not_ready"),
-        ("huggingface_hub.errors.HfHubHTTPError: 429 Client Error: Too Many Requests", "hf_hub"),
-        ("RuntimeError: NCCL error: ncclRemoteError: x", "nccl_remote"),
-        ("HTTPError: 500 Server Error: x for url: https://files.pythonhosted.org/x", "http_status"),
-        ("botocore.exceptions.ConnectionClosedError: Connection was closed before", "http_read"),
-    ],
-)
-def test_what_the_machine_or_network_caused_is_transient(message: str, signature: str) -> None:
-    """The table has signatures that Megatron-LM's lists lack."""
-    found = builtin_table().raised(message)
-    assert found is not None
-    assert (found.id, found.is_transient) == (signature, True)
-
-
 def test_the_advice_that_every_cuda_error_prints_says_nothing() -> None:
     found = builtin_table().raised(
         "RuntimeError: CUDA error: misaligned address\n"

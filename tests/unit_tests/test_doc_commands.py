@@ -14,7 +14,7 @@ from pathlib import Path
 import click
 import pytest
 from labs import DockerLab, SlurmLab
-from literate import ROOT, Block, Pages, is_as_shown, missing, pages, steps_of
+from literate import ROOT, Block, Pages, missing, pages, steps_of
 
 from pytest_megatron.cli import group
 
@@ -231,34 +231,6 @@ def test_a_page_that_is_wrong_is_found_wrong(
 ) -> None:
     page = written(tmp_path, PAGE.replace(was, is_now))
     assert problem in "\n".join(Pages(tmp_path / "runs").problems(page))
-
-
-@pytest.mark.parametrize(
-    ("shown", "printed"),
-    [
-        ("[main 1a2b3c4] Train", "[main fadeface] Train"),  # a commit's id, without a digit
-        ("at 3.9 s", "at 12.4 s"),
-        ("last seen 2026-11-22", "last seen 2027-01-03"),
-        ("see /tmp/a/b.log", "see /home/c.log"),
-    ],
-)
-def test_what_differs_between_runs_is_not_compared(shown: str, printed: str) -> None:
-    assert is_as_shown(shown, printed)
-    assert not is_as_shown(shown, f"{printed} again")
-
-
-def test_a_comment_that_means_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not known, expected needs"):
-        list(steps_of("<!-- need: Slurm -->\n```console\n$ srun\n```\n"))
-    with pytest.raises(ValueError, match="needs: a cluster -->: expected"):
-        list(steps_of("<!-- needs: a cluster -->\n```console\n$ srun\n```\n"))
-
-
-def test_a_page_goes_on_from_what_another_one_kept(tmp_path: Path) -> None:
-    tutorial = tmp_path / "tutorial.md"
-    tutorial.write_text("```console\n$ echo 1 > kept\n```\n<!-- keep -->\n<!-- run: rm kept -->\n")
-    page = written(tmp_path, f"<!-- project: {tutorial} -->\n```console\n$ cat kept\n1\n```\n")
-    assert Pages(tmp_path / "runs").problems(page) == []
 
 
 def test_commands_and_options_that_do_not_exist_are_found() -> None:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labs import DockerLab
 
 ROOT = Path(__file__).parents[2]
 INSTALL = ROOT / "docker" / "install.py"
@@ -133,26 +132,3 @@ def test_the_image_has_the_uv_of_the_project() -> None:
     ]
     assert all(pinned)
     assert len({found[1] for found in pinned if found}) == 1
-
-
-def test_docker_reads_the_dockerfile(docker_lab: DockerLab) -> None:
-    """As far as a base without any program goes: to its first RUN."""
-    words = ["build", "--file", "docker/Dockerfile", "--build-arg", "BASE=hostusr:1"]
-    clients = [Path(part) / "docker" for part in os.get_exec_path()]
-    for client in [path for path in clients if path.exists()]:
-        done = subprocess.run(
-            [client, *words, "--progress", "plain", "."],
-            cwd=ROOT,
-            env={**docker_lab.env, "DOCKER_BUILDKIT": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if "the buildx component is missing" not in done.stderr:
-            break
-    else:
-        pytest.skip("no docker client here comes with BuildKit's")
-    assert done.returncode != 0
-    assert "python3 -m pip install --quiet --target /opt/uv" in done.stderr
-    assert "parse error" not in done.stderr
-    assert re.search(r"/bin/bash.*(no such file|not found)", done.stderr), done.stderr

@@ -59,15 +59,6 @@ def test_a_mark_is_replaced_by_the_table_of_its_script(tmp_path: Path) -> None:
     assert "<td><p>b</p></td>" in (tmp_path / "build/site/docs/index.html").read_text()
 
 
-def test_blocks_can_be_copied_and_results_of_a_search_are_ranked(tmp_path: Path) -> None:
-    build(tmp_path, "# Index\n\n[A page](page.md)\n")
-    site = tmp_path / "build/site"
-    assert "copybutton.js" in (site / "docs/page.html").read_text()
-    assert "'$ '" in (site / "_static/copybutton.js").read_text()
-    scorer = CONF.with_name("search_scorer.js").read_text()
-    assert any(scorer in file.read_text() for file in site.glob("_static/*.js"))
-
-
 def test_a_link_to_nowhere_and_a_page_without_one_fail_the_build(tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# Another page\n")
     links = ("[a](pages.md)", "[b](page.md#nothing)", "[c](../LICENCE)", "[d](../other.md)")

@@ -21,7 +21,6 @@ from pytest_megatron.ci.command import command
 from pytest_megatron.ci.workflow import GITHUB_FILE, GITLAB_FILE
 from pytest_megatron.errors import CiError, ConfigError
 
-TABLE_NAME = "tool.pytest-megatron.ci.workflow"
 TABLE = """\
 [tool.pytest-megatron.ci.workflow]
 branches = ["main", "release/*"]
@@ -95,7 +94,6 @@ def lint(*command_line: str) -> tuple[int, str]:
     "table",
     [
         pytest.param(PLAIN, id="plain"),
-        pytest.param(TABLE, id="own"),
         pytest.param(FULL, id="full"),
     ],
 )
@@ -277,15 +275,6 @@ def test_a_file_that_is_there_is_not_replaced() -> None:
     )
     assert ci("init", "--force").exit_code == 0
     assert GITHUB_FILE.read_text() != "mine"
-
-
-def test_init_says_what_to_do_next() -> None:
-    project(TABLE)
-    assert ci("init").output.splitlines() == [
-        "wrote .github/workflows/megatron.yml",
-        f"after a change of [{TABLE_NAME}], write it again with --force",
-        "then require the check 'megatron verdict' on the branch",
-    ]
 
 
 def test_a_table_that_is_wrong_writes_nothing() -> None:

@@ -54,24 +54,12 @@ def planned(pytester: pytest.Pytester, *options: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        pytest.param(("--labels", ""), {"slim": "5"}, id="no label"),
         pytest.param(
             ("--labels", "Run tests"), {"full": "1l", "once": "1l", "late": "1l"}, id="run tests"
         ),
-        pytest.param(
-            ("--labels", '["Run functional tests", "bug"]'),
-            {"full": "5", "once": "1", "late": "5"},
-            id="functional",
-        ),
         pytest.param(("--labels", "Run functional tests,container::lts"), {"old": "5"}, id="lts"),
         pytest.param(("--ci-event", "merge_group"), {"full": "1", "once": "1"}, id="merge group"),
-        pytest.param(("--ci-event", "schedule"), {"night": "5"}, id="nightly"),
         pytest.param(("--ci-event", "schedule", "--cadence", "weekly"), {"week": "5"}, id="weekly"),
-        pytest.param(
-            ("--ci-event", "workflow_dispatch"),
-            {"full": "5", "once": "1", "late": "5"},
-            id="dispatch",
-        ),
         pytest.param(
             ("--labels", "Run functional tests", "--n-repeat", "2", "--scope", "L0"),
             {"slim": "2"},

@@ -318,16 +318,6 @@ def history(durations_s: dict[str, float]) -> str:
     return "".join(f"{json.dumps(entry)}\n" for entry in entries)
 
 
-def test_shards_hold_every_file_once_and_follow_recorded_durations(project: Path) -> None:
-    slow = {f"tests/unit_tests/{name}": 1.0 for name in FILES}
-    slow["tests/unit_tests/ssm/test_ssm.py"] = 9.0
-    write(project / ".pytest_megatron/history.jsonl", history(slow))
-    found = shards("--shards", "2")
-    assert found["shard-1-of-2"] == ["tests/unit_tests/ssm/test_ssm.py"]
-    held = [file for files in found.values() for file in files]
-    assert sorted(held) == sorted(f"tests/unit_tests/{name}" for name in FILES)
-
-
 def test_shards_run_on_the_gang_that_is_asked_for() -> None:
     found = jobs("--only", "units", "--shards", "1", "--ranks", "2", "--platform", "cpu")
     assert str(found["shard-1-of-1"]["command"]).startswith(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 
@@ -97,21 +96,6 @@ def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
 )
 def test_texts_in_markdown(shown: str, expected: str) -> None:
     assert shown == expected
-
-
-def test_600_failures_fit_a_comment() -> None:
-    """GitHub takes 65,536 characters."""
-    found = job(600, text=EVIL, name=EVIL)
-    items = tuple(replace(item, gpu_s=7200.0) for item in found.items)
-    summary = merge([replace(found, items=items)])
-    comment = as_markdown(summary, COMMENT_BYTES)
-    assert len(comment.encode()) <= COMMENT_BYTES < 65_536
-    assert comment.startswith("## :x: failed: 600 of 600 items")
-    assert "\nCost: 1,200.0 GPU hours (4,320,000 GPU-seconds).\n" in comment
-    assert comment.count("```sh\npytest-megatron repro ") > 20
-    outside = re.sub(r"(?ms)^(`{3,})\w*\n.*?^\1$", "", comment)
-    outside = re.sub(r"(?s)(`+)(?!`).*?(?<!`)\1(?!`)", "", outside)
-    assert not re.search(r"[<>]|\x1b|\u202e|!\[|@\w", outside)
 
 
 def test_annotations_beyond_ten_are_counted() -> None:

@@ -97,23 +97,12 @@ def directory_of_that_name_where_python_starts(staged: Staged) -> None:
     (staged.project / "torch/__init__.py").write_text("")
 
 
-@stage("torch-does-not-import", "module 'torch' has no attribute '__version__'")
-def script_of_that_name_where_python_starts(staged: Staged) -> None:
-    staged.torch()
-    (staged.project / "torch.py").write_text("print('a first try')\n")
-
-
 @stage("torch-does-not-import", "No module named 'torch._C'")
 def sources_of_torch_on_the_python_path(staged: Staged) -> None:
     staged.torch()
     (staged.root / "pytorch/torch").mkdir(parents=True)
     (staged.root / "pytorch/torch/__init__.py").write_text("from torch._C import *\n")
     staged.env["PYTHONPATH"] = str(staged.root / "pytorch")
-
-
-@stage("torch-does-not-import", "module 'torch' has no attribute '__version__'")
-def data_of_that_name_and_no_torch(staged: Staged) -> None:
-    (staged.project / "torch").mkdir()
 
 
 @stage("torch-replaced", "brought torch 2.9.0a0\\+50eac811a6.nv25.09, and .* has 2.8.0\\+cu128")
@@ -131,24 +120,6 @@ def nccl_for_two_cudas(staged: Staged) -> None:
     staged.torch()
     staged.package("nvidia-nccl-cu12", "2.27.3")
     staged.package("nvidia-nccl-cu13", "2.28.9")
-
-
-@stage(
-    "does-not-import", "mamba_ssm .* ImportError: undefined symbol: _ZNK5torch8autograd4Node4nameEv"
-)
-def mamba_with_an_undefined_symbol(staged: Staged) -> None:
-    staged.torch()
-    staged.package("mamba-ssm", "2.2.5")
-    text = "raise ImportError('undefined symbol: _ZNK5torch8autograd4Node4nameEv')"
-    (staged.site / "mamba_ssm.py").write_text(text)
-
-
-@stage("does-not-import", "the import ended its process with -11")
-def causal_conv_that_crashes(staged: Staged) -> None:
-    staged.torch()
-    staged.package("causal-conv1d", "1.5.2")
-    text = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    (staged.site / "causal_conv1d.py").write_text(text)
 
 
 @stage(

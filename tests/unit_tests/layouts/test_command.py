@@ -91,14 +91,6 @@ def test_a_row_for_gpus_runs_here_and_its_record_has_the_ranks(tmp_path: Path) -
     assert not (tmp_path / ".pytest_megatron" / "history.jsonl").exists()
 
 
-@pytest.mark.everyday
-def test_a_choice_that_names_no_ranks_is_refused(tmp_path: Path) -> None:
-    command = [*MAIN, "layout", "-n", "4", "--fake-ranks", "abc", str(GUEST)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
-    problem = "'abc' names no ranks, expected all, how many (12), or which (0,8,511)"
-    assert (done.returncode, done.stderr) == (2, f"pytest-megatron: --fake-ranks: {problem}\n")
-
-
 def test_a_session_refuses_such_a_choice_as_the_command_does(tmp_path: Path) -> None:
     run = Project(root=tmp_path).run("recipes", "--fake-ranks=abc", run_dir="")
     assert run.returncode == 4

@@ -154,12 +154,8 @@ LEAVES = """\
 
 @pytest.mark.parametrize(
     ("arguments", "ini"),
-    [
-        (["--leaks"], ""),
-        ([], "megatron_leaks = true"),
-        (["--leaks"], "megatron_leaks=false"),
-    ],
-    ids=["typed", "in the ini file", "typed against the ini file"],
+    [([], "megatron_leaks = true"), (["--leaks"], "megatron_leaks=false")],
+    ids=["in the ini file", "typed against the ini file"],
 )
 def test_a_test_that_failed_by_an_option_fails_by_it_again(
     tmp_path: Path, arguments: list[str], ini: str

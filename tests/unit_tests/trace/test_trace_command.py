@@ -78,16 +78,6 @@ def test_bare_directories_are_compared(tmp_path: Path) -> None:
     assert (code, text.splitlines()[0]) == (1, f"different: {tmp_path / 'a'}: {FOUND}")
 
 
-def test_another_layout_is_unusable_and_says_what_compares_it(tmp_path: Path) -> None:
-    before = write_run(tmp_path / "before", "1f0c2a7d9b64", ITEM)
-    after = write_run(tmp_path / "after", "1f0c2a7d9b64", ITEM, num_ranks=1)
-    code, text = run("diff", before, after)
-    assert code == 2
-    assert text.startswith(f"unusable: {ITEM}, phase 1: ")
-    assert "is of 1 rank in another layout than the reference, which has 2" in text
-    assert "write pytest-megatron trace compare ROW ROW" in text
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

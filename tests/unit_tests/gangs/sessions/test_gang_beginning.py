@@ -163,16 +163,3 @@ def test_a_torch_that_cannot_be_loaded_fails_the_tests_that_load_it(tmp_path: Pa
     assert run.words == {"test_loads": "ERROR", "test_is_sound": "PASSED"}, run.stdout
     assert "OSError: libtorch_cpu.so: cannot open" in run.stdout
     assert run.stderr == ""
-
-
-def test_a_torch_that_cannot_be_loaded_where_ranks_collect_is_one_error(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, is_fresh=True).write(
-        conftest=READS_RANK,
-        torch="raise OSError('libtorch_cpu.so: cannot open shared object file')",
-        test_world=TESTS,
-    )
-    run = suite.run("--ranks", "2")
-    assert run.returncode == 4, run.stdout
-    assert run.stderr.startswith("ERROR: gang: the process that starts ranks ended: Traceback")
-    assert run.stderr.endswith("OSError: libtorch_cpu.so: cannot open shared object file\n\n")
-    assert "INTERNALERROR" not in run.stdout

@@ -115,23 +115,6 @@ CYCLES = """
         assert tensor.item() == 2
         dist.destroy_process_group()
 """
-# The controller collects them without torch.
-CYCLES_BY_VARIABLES = """
-    import pytest
-
-
-    @pytest.mark.parametrize("time", range(3))
-    def test_sets_up_and_destroys(time):
-        import torch
-        import torch.distributed as dist
-
-        dist.init_process_group("gloo")
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor)
-        assert tensor.item() == 2
-        dist.barrier()
-        dist.destroy_process_group()
-"""
 LAUNCHER = (
     *("-m", "torch.distributed.run", "--nproc-per-node", "2"),
     *("--redirects", "3", "--log-dir", "logs", "-m", "pytest"),
@@ -176,28 +159,6 @@ def test_a_suite_for_torchrun_has_the_same_outcomes_on_a_gang(tmp_path: Path) ->
     assert "every rank collects for itself: LOCAL_RANK in " in run.stdout
     cycles = {f"test_sets_up_and_destroys[{i}]": "PASSED" for i in range(3)}
     assert run.words == expected | cycles, run.stdout
-    assert notes_in(suite) == NOTES
-
-
-GARBAGE = """
-    import gc
-
-    LOADED = [[] for _ in range(5)]
-
-
-    def test_what_was_collected_is_no_garbage_to_search():
-        searched = {id(found) for found in gc.get_objects()}
-        assert not searched & {id(found) for found in LOADED}
-"""
-
-
-def test_ranks_that_collect_at_once_set_up_and_destroy_groups(tmp_path: Path) -> None:
-    suite = Suite(tmp_path)
-    suite.write(conftest=NOTING, test_cycles=CYCLES_BY_VARIABLES, test_garbage=GARBAGE)
-    run = suite.run("-v", "--ranks", "2", "-o", "megatron_gang_start=collect")
-    names = [f"test_sets_up_and_destroys[{i}]" for i in range(3)]
-    names.append("test_what_was_collected_is_no_garbage_to_search")
-    assert run.words == dict.fromkeys(names, "PASSED"), run.stdout
     assert notes_in(suite) == NOTES
 
 
@@ -271,36 +232,6 @@ def test_a_group_of_one_process_may_be_set_up_while_tests_are_collected(tmp_path
     run = suite.run("--ranks", "2", "--device", "cpu", "-v")
 
     assert run.words == {"test_it": "PASSED"}, run.stdout
-
-
-@pytest.mark.nightly
-def test_a_group_of_ranks_is_destroyed_at_the_end_of_the_session(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, is_fresh=True).write(
-        conftest="""
-            import atexit
-
-            import torch.distributed as dist
-
-            atexit.register(dist.destroy_process_group)
-
-
-            def pytest_sessionfinish():
-                dist.destroy_process_group()
-        """,
-        test_a="""
-            import torch.distributed as dist
-
-
-            def test_it():
-                dist.init_process_group("gloo")
-                assert dist.get_world_size() == 2
-        """,
-    )
-
-    run = suite.run("--ranks", "2", "--device", "cpu", "-v")
-
-    assert (run.returncode, run.summary) == (0, "1 passed"), run.stdout
-    assert run.stderr == ""
 
 
 def test_tests_that_some_rank_lacks_fail_and_the_others_run(suite: Suite) -> None:
@@ -469,39 +400,6 @@ def test_a_plugin_that_fails_on_ranks_is_one_error_with_the_frames_of_the_user(
     assert run.stdout.count("Traceback") == 0
 
 
-@pytest.mark.nightly
-def test_an_error_on_gangs_of_two_sizes_is_reported_once(suite: Suite) -> None:
-    suite.write(
-        conftest=READS_RANK,
-        test_sizes="""
-            import pytest
-            from conftest import RANK
-
-            if RANK:
-                raise ValueError(f"{RANK} is not 0")
-
-            @pytest.mark.world_size(2, 3)
-            def test_runs():
-                pass
-        """,
-    )
-    run = suite.run("--ranks", "3", "--continue-on-collection-errors", "--collect-only", "-q")
-    assert (run.returncode, run.stdout.count("test_runs")) == (0, 2), run.stdout
-    run = suite.run("--ranks", "3", "--continue-on-collection-errors")
-    assert (run.returncode, run.summary) == (1, "2 failed, 1 error"), run.stdout
-
-
-@pytest.mark.nightly
-def test_a_worker_of_xdist_without_ranks_stops_after_one_test(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, has_torch=False)
-    hook = "    def pytest_sessionstart():\n        assert not IS_RANK\n"
-    suite.write(conftest=READS_RANK + IN_RANKS + hook, test_many=MANY)
-    run = suite.run("--ranks", "2", "-p", "xdist", "-n", "2")
-    assert run.returncode == 2, run.stdout
-    assert run.summary in ("1 failed, 1 error", "2 failed, 1 error"), run.stdout
-    assert "Interrupted: 1 error during collection of ranks" in run.stdout
-
-
 def test_a_rank_that_does_not_end_collecting_is_an_error_with_its_stack(suite: Suite) -> None:
     suite.write(
         conftest=READS_RANK,
@@ -563,32 +461,6 @@ def test_ranks_that_cannot_be_forked_are_replaced_by_new_ones(tmp_path: Path) ->
     }, run.stdout
     assert "\nrank 1 of 2 was killed by SIGKILL\n" in run.stdout
     assert "every rank collects for itself: threads run since" in run.stdout
-
-
-@pytest.mark.nightly
-def test_ranks_of_a_worker_of_xdist_collect_for_themselves(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, has_torch=False)
-    suite.write(
-        conftest=READS_RANK
-        + """
-    def pytest_sessionstart():
-        assert "RANK" in os.environ
-        """,
-        test_worker="""
-            import os
-            import pytest
-            from conftest import RANK
-
-            def test_rank(rank):
-                assert rank == RANK
-
-            @pytest.mark.controller
-            def test_stays():
-                assert "RANK" not in os.environ
-        """,
-    )
-    run = suite.run("-v", "--ranks", "2", "-p", "xdist", "-n", "1")
-    assert (run.returncode, run.summary) == (0, "2 passed"), run.stdout
 
 
 def test_marks_alone_bring_gangs_and_change_nothing_else(tmp_path: Path) -> None:

@@ -60,15 +60,6 @@ def test_the_first_rank_that_fails_stops_and_the_session_goes_on(tmp_path: Path)
     )
 
 
-def test_only_the_chosen_rank_stops(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
-    run = suite.run("--ranks", "2", "--pdb", "--pdb-rank", "1", stdin="p number\nc\n")
-    assert stopped(run) == ["rank 1 of 2"]
-    assert "(Pdb) 41" in run.lines
-    other = suite.run("--ranks", "1", "--pdb", "--pdb-rank", "0", "-k", "passes")
-    assert stopped(other) == []
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_breakpoints_stop_one_rank_without_any_option(tmp_path: Path, rank: int) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", BREAKPOINTS)

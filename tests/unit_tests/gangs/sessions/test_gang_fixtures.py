@@ -303,6 +303,7 @@ WRONG_MARKS = {
     "world_size(1, -2)": "world_size: 1, -2 is given, expected numbers of ranks from 1",
     "isolated(2)": "isolated: 2 is given, expected nothing; use world_size",
     "timeout('soon')": "timeout: 'soon' is not a time, expected seconds from 0 on",
+    "timeout(1, func_only='yes')": "timeout: func_only is 'yes', expected True or False",
 }
 # Many sessions in one process, each with a file of its own.
 SESSIONS = """

@@ -12,11 +12,9 @@ from gang_suite import READS_RANK, Suite
 pytestmark = pytest.mark.nightly
 
 HELPERS = """
-    import multiprocessing
     import os
     import signal
     import sys
-    import time
 
     import pytest
 
@@ -67,38 +65,6 @@ CHILDREN = """
         if os.fork() == 0:
             return
 
-    def test_one_sleeps():
-        if os.fork() == 0:
-            time.sleep(1000)
-
-    def test_nested():
-        pid = os.fork()
-        if pid == 0:
-            inner = os.fork()
-            if inner == 0:
-                return
-            assert code_of(inner) == 0
-            return
-        assert code_of(pid) == 0
-
-    def fails():
-        raise ValueError("in a child")
-
-    def test_multiprocessing():
-        process = multiprocessing.get_context("fork").Process(target=fails)
-        process.start()
-        process.join()
-        assert process.exitcode == 1
-
-    def test_subtests(subtests):
-        pid = os.fork()
-        with subtests.test("sub"):
-            if pid == 0:
-                raise ValueError("in a child")
-            assert code_of(pid) == 1
-
-    ended = []
-
     @pytest.fixture
     def outer():
         owner = os.getpid()
@@ -136,19 +102,6 @@ CHILDREN = """
     def test_failing_teardown(fails_to_tear_down):
         pass
 
-    @pytest.fixture(scope="module")
-    def of_the_module():
-        yield
-        pid = os.fork()
-        if pid == 0:
-            raise ValueError("in a child")
-        code_of(pid)
-
-    def test_module(of_the_module):
-        pass
-
-    def test_getpid_is_patched(monkeypatch):
-        monkeypatch.setattr(os, "getpid", lambda: 1)
 """
 
 

@@ -50,13 +50,6 @@ def test_a_host_without_loopback_is_one_error(more: list[str], suite: Suite) -> 
     )
 
 
-def test_marks_alone_on_a_host_without_loopback_are_one_error(suite: Suite) -> None:
-    suite.write(test_mark="import pytest\n\n@pytest.mark.world_size(2)\ndef test_m(): pass\n")
-    run = suite.run("test_mark.py", command=command_in(suite, ["-n"], "true"))
-    assert run.returncode == 4
-    assert run.stderr.startswith("ERROR: network: processes of this host cannot reach one another")
-
-
 def test_a_host_without_proc_is_one_error(suite: Suite) -> None:
     command = command_in(suite, ["-m"], "mount -t tmpfs none /proc")
     run = suite.run("--ranks", "2", command=command)

@@ -6,14 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
 import pytest
 from forked_sessions import Session, start_session
+from gang_suite import wait_until
 from junit import junit_results
 
 pytestmark = pytest.mark.nightly
@@ -121,15 +121,6 @@ def test_every_rank_meets_all_others(rank, process_group):
     assert total.item() == 1111
 """
 
-LOADING = """
-def test_needs_torch(rank):
-    import torch
-
-def test_needs_no_torch(rank):
-    pass
-"""
-
-
 UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # what a session prints is waited for
 
 
@@ -200,13 +191,6 @@ def cluster_of(root: Path, suite: str) -> Cluster:
     return Cluster(root=root, address=f"127.0.0.1:{held.getsockname()[1]}", held=held)
 
 
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        assert time.monotonic() < deadline, f"not within {DEADLINE_S:g} s: {what}"
-        time.sleep(0.02)
-
-
 @pytest.mark.everyday
 def test_node_0_shows_what_ran_on_all_of_them_and_the_others_end_like_it(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, MEETING + SUITE)
@@ -246,19 +230,6 @@ def test_nodes_meet_where_each_loads_torch_beforehand_and_node_0_calls_last(tmp_
         "test_torch_was_loaded_before_ranks_were_forked": ("passed", ""),
         "test_every_rank_meets_all_others": ("passed", ""),
     }
-
-
-def test_a_node_that_cannot_load_torch_runs_the_tests_without_it(tmp_path: Path) -> None:
-    cluster = cluster_of(tmp_path, LOADING)
-    broken = tmp_path / "broken" / "torch" / "__init__.py"
-    broken.parent.mkdir(parents=True)
-    broken.write_text("raise ImportError('no libcudart')")
-    cluster.start(0)
-    cluster.start(1, is_fresh=True, PYTHONPATH=str(broken.parents[1]))
-    assert cluster.wait() == [1, 1], cluster.output(0)
-    results = cluster.results(0)
-    assert results["test_needs_torch"][1].endswith("ImportError: no libcudart at __init__.py:1")
-    assert results["test_needs_no_torch"] == ("passed", "")
 
 
 def test_a_session_that_ends_early_ends_on_every_node(tmp_path: Path) -> None:
@@ -354,16 +325,6 @@ def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
         "test_fails_on_the_last": ("failure", "[rank 3] assert 3 != 3 at test_suite.py:7"),
         "test_of_one_node[1]": ("failure", "Failed: collected by ranks 2-3 of 4 only"),
     }
-
-
-def test_nodes_that_were_started_differently_say_so(tmp_path: Path) -> None:
-    cluster = cluster_of(tmp_path, HANGING)
-    cluster.start(0)
-    cluster.start(1, "--ranks=3")
-    assert cluster.wait() == [3, 4]
-    problem = "--nnodes 2 with 3 ranks each, node 0 has --nnodes 2 with 2; give both the same"
-    assert f"node 1: {problem}" in cluster.output(0)
-    assert f"ERROR: {problem}" in cluster.output(1)
 
 
 def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:

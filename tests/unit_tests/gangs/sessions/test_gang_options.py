@@ -95,51 +95,6 @@ def test_setup_show_shows_the_fixtures_of_rank_0(tmp_path: Path) -> None:
         assert shown(option, "--ranks=2") == plain
 
 
-@pytest.mark.parametrize("capture", ["fd", "no", "tee-sys"])
-def test_capture_modes(tmp_path: Path, capture: str) -> None:
-    suite = Suite(tmp_path).write(
-        test_captured="""
-            import os, sys
-            import pytest
-
-            def test_capsys(capsys):
-                print("x"); assert capsys.readouterr().out == "x\\n"
-            def test_capfd(capfd):
-                os.write(1, b"x"); assert capfd.readouterr().out == "x"
-            def test_capteesys(capteesys):
-                print("x"); assert capteesys.readouterr().out == "x\\n"
-            def test_disabled(capsys):
-                with capsys.disabled():
-                    print("seen")
-            def test_fails():
-                print("printed"); print("wrong", file=sys.stderr); assert 0
-            """
-    )
-    run = suite.run("-v", f"--capture={capture}", "--ranks=2")
-    assert run.summary == "1 failed, 4 passed"
-    assert ("Captured stdout call of rank" in run.stdout) == (capture != "no")
-    logs = suite.root / ".pytest_megatron" / "runs" / "latest" / "ranks" / "attempt_1"
-    for rank in (0, 1):
-        assert (logs / str(rank) / "stdout.log").read_text().splitlines()[-1] == "printed"
-        assert "seen" in (logs / str(rank) / "stdout.log").read_text()
-
-
-def test_sections_that_are_asked_for(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
-        test_shown="""
-            import logging
-
-            def test_one():
-                print("printed")
-                logging.getLogger("x").warning("logged")
-            """
-    )
-    run = suite.run("-rP", "--ranks=2", "-o", "log_cli=true", "--show-capture=log")
-    assert "Captured log call of ranks 0-1" in run.stdout
-    assert "Captured stdout" not in run.stdout
-    assert run.stdout.count("live log call") == 1
-
-
 @pytest.mark.parametrize(
     ("ends", "code", "text"),
     [
@@ -217,16 +172,3 @@ def test_conftest_hooks_run_where_they_belong(tmp_path: Path) -> None:
     ]
     assert {"call by 0", "call by 1"} <= set(run.stdout.splitlines())
     assert "by controller" not in run.stdout
-
-
-def test_warning_options_reach_the_ranks(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
-        test_warns="""
-            import warnings
-
-            def test_one(): warnings.warn("careful")
-            def test_two(): warnings.warn("old", DeprecationWarning)
-            """
-    )
-    run = suite.run("-v", "--ranks=2", "-W", "error", "-W", "ignore::DeprecationWarning")
-    assert run.words == {"test_one": "FAILED", "test_two": "PASSED"}

@@ -90,40 +90,6 @@ PROCESS = f"""
             print(random.random(), numpy.random.rand(), torch.rand(1).item(), sep="\\n", file=file)
 """
 
-GROUPS = """
-    import os
-    from pathlib import Path
-
-    import torch
-    import torch.distributed as dist
-
-
-    def policies():
-        found = {}
-        for thread in Path("/proc/self/task").iterdir():
-            name = (thread / "comm").read_text().strip() if int(thread.name) != os.getpid() else ""
-            found.setdefault(name, set()).add(os.sched_getscheduler(int(thread.name)))
-        return found
-
-
-    def test_group(process_group):
-        dist.all_reduce(torch.ones(1))
-
-
-    def test_more_groups():
-        assert policies()["gloo_tcp_loop"] == {os.SCHED_BATCH}
-        test_more_groups.group = dist.new_group()
-        assert policies()["gloo_tcp_loop"] == {os.SCHED_BATCH, os.SCHED_OTHER}
-        dist.all_reduce(torch.ones(1), group=test_more_groups.group)
-
-
-    def test_threads():
-        found = policies()
-        assert found["gloo_tcp_loop"] == {os.SCHED_BATCH}
-        others = [policy for name, policy in found.items() if "gloo" not in name]
-        assert others == [{os.SCHED_OTHER}] * len(others)
-"""
-
 
 @contextlib.contextmanager
 def ignored_signals() -> Iterator[None]:
@@ -163,36 +129,3 @@ def test_a_rank_is_as_a_process_of_its_own(tmp_path: Path) -> None:
     assert all(one != other for one, other in zip(*unseeded, strict=True))
     assert seeded == [seeded[0]] * 2
     assert collecting == seeded
-
-
-def test_threads_of_gloo_take_no_core_from_others(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(test_groups=GROUPS)
-    run = suite.run("-v", "--ranks", "2")
-    assert set(run.words.values()) == {"PASSED"}, run.stdout
-
-
-BINDINGS = """
-    import atexit
-    import gc
-
-    kept = type("nb_meta", (type,), {"__module__": "nanobind"})
-    atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count()))
-
-
-    def pytest_configure(config):
-        config.add_cleanup(lambda: print("frozen as pytest ends:", gc.get_freeze_count() > 0))
-"""
-
-
-def test_bindings_of_nanobind_do_not_take_what_is_frozen_for_leaked(tmp_path: Path) -> None:
-    """They count their objects when Python ends, and print those that are left.
-
-    Until then pytest need not search all of torch for garbage.
-    """
-    suite = Suite(tmp_path, is_fresh=True).write(
-        conftest=BINDINGS, test_one="def test_one(): pass\n"
-    )
-    run = suite.run("-v", "--ranks", "1")
-    assert run.words == {"test_one": "PASSED"}
-    lines = run.stdout.splitlines()
-    assert lines[-2:] == ["frozen as pytest ends: True", "frozen at the end: 0"]

@@ -173,13 +173,6 @@ def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
     assert suite.run("--ranks", "2").counts == "1 passed"
 
 
-def test_the_header_says_what_gangs_are(run: Run) -> None:
-    (line,) = [line for line in run.lines if line.startswith("megatron: gangs")]
-    assert re.fullmatch(
-        r"megatron: gangs of 2 ranks on \w+ \((gloo|NCCL)\), .* found; logs in run", line
-    )
-
-
 def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
     suite = Suite(root=tmp_path).write("test_it.py", SUITE)
     run = suite.run("--ranks", "2", "--device", "cpu", "--plan")

@@ -245,25 +245,14 @@ LEAVES_RANKS = """
         assert os.environ["ROLE_RANK"] == str(rank)
         assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
         assert os.environ["OMP_NUM_THREADS"]
-
-
-    class NoText(Exception):
-        def __str__(self):
-            raise RuntimeError("no text")
-
-
-    def test_has_no_text():
-        raise NoText
 """
 
 
-def test_variables_are_put_back_and_an_error_without_text_is_told(tmp_path: Path) -> None:
+def test_variables_are_put_back(tmp_path: Path) -> None:
     suite = Suite(tmp_path).write(test_leaves=LEAVES_RANKS)
     run = suite.run("-v", "--ranks=2", "--device=cpu")
     words = dict.fromkeys(("test_leaves_none", "test_innocent"), "PASSED")
-    assert run.words == {**words, "test_has_no_text": "FAILED"}, run.stdout
-    assert "test_leaves.NoText: <exception str() failed>" in run.stdout
-    assert "/pytest_megatron/" not in run.stdout  # no frame of ours
+    assert run.words == words, run.stdout
     (told,) = [text for name, text in _WARNING.findall(run.stdout) if "leaves_none" in name]
     assert "TORCHELASTIC_USE_AGENT_STORE unset" in told
 

@@ -76,14 +76,6 @@ def test_a_session_without_standard_input(tmp_path: Path, how: str) -> None:
     assert "ValueError: told" in run.stdout
 
 
-def test_the_debugger_without_standard_input_sees_its_end(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(test_fails="def test_fails(): raise ValueError('told')")
-    command = [*suite.command(), "--ranks=1", "--pdb"]
-    run = suite.run(command=["sh", "-c", 'exec "$@" <&-', "sh", *command])
-    assert "ValueError: told" in run.stdout
-    assert "INTERNALERROR" not in run.stdout + run.stderr
-
-
 @pytest.mark.parametrize("how", ["forked", "collects"])
 def test_a_stopped_agent_ends_with_a_killed_controller(tmp_path: Path, how: str) -> None:
     suite = Suite(tmp_path, has_torch=False).write(

@@ -143,14 +143,6 @@ def test_a_test_that_fails_on_one_rank_stays_selected(suite: Suite) -> None:
     assert ran(suite.run(*TESTMON)) == set()
 
 
-def test_workers_of_xdist_record_and_select(tmp_path: Path) -> None:
-    suite = suite_in(tmp_path)
-    assert ran(suite.run(*TESTMON, "-n", "2")) == NAMES
-    edit(suite, "library.py", "return n\n", "return +n\n")
-    assert ran(suite.run(*TESTMON, "-n", "2")) == {"test_on_rank_1"}
-    assert ran(suite.run(*TESTMON, "-n", "2")) == set()
-
-
 DIES = """
     import os
 

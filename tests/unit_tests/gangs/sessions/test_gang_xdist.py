@@ -133,23 +133,6 @@ def test_a_worker_that_is_killed_takes_its_ranks_along(tmp_path: Path) -> None:
     assert run.summary == "1 failed, 3 passed"
 
 
-def test_a_wrong_mark_ends_a_session_of_workers(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(
-        test_wrong="""
-            import pytest
-
-            @pytest.mark.world_size(0)
-            def test_one(): pass
-            """
-    )
-    run = suite.run("--ranks=2", "-n", "1")
-    assert run.returncode == 4
-    assert (
-        "mark world_size: 0 is given, expected numbers of ranks from 1 on"
-        in run.stdout + run.stderr
-    )
-
-
 PRETEND = """
     import dataclasses
 

@@ -15,4 +15,4 @@ def plugins() -> Iterator[str]:
     """Yield a row for each plugin that was tried."""
     tried = runpy.run_path(str(CASES))
     yield from tried["TABLE_HEAD"]
-    yield from sorted(map(tried["row_of"], (*tried["CASES"], *tried["HOLD_OUTS"])))
+    yield from sorted(map(tried["row_of"], tried["CASES"]))

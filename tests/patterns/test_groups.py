@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch.distributed import all_gather, all_reduce
+from torch.distributed import all_reduce
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager
 
@@ -30,18 +30,6 @@ def test_group_of_some(rank: int, world_size: int, device: torch.device) -> None
         assert value.eq(2**3).all()
 
 
-def test_uneven_groups(rank: int, world_size: int, device: torch.device) -> None:
-    # Megatron-LM, parallel_state.py: groups of several sizes, all made by everybody
-    parts = [list(range(world_size - 1)), [world_size - 1]]
-    groups = [dist.new_group(part) for part in parts]
-    for part, group in zip(parts, groups, strict=True):
-        if rank in part:
-            value = torch.ones(2, device=device)
-            for _ in part:
-                dist.all_reduce(value, group=group)
-            assert value.eq(len(part) ** len(part)).all()
-
-
 @pytest.mark.isolated  # torch names such a group by how many groups each rank has
 def test_group_made_by_its_members(rank: int, world_size: int, device: torch.device) -> None:
     # PyTorch, test/distributed/test_c10d_common.py, test_new_group_local_sync
@@ -51,15 +39,6 @@ def test_group_made_by_its_members(rank: int, world_size: int, device: torch.dev
         value = torch.ones(2, device=device)
         dist.all_reduce(value, group=group)
         assert value.eq(len(members)).all()
-
-
-def test_group_of_one(rank: int, world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, test_destroy_group
-    groups = [dist.new_group([member]) for member in range(world_size)]
-    value = torch.ones(2, device=device)
-    dist.all_reduce(value, group=groups[rank])
-    assert value.eq(1).all()
-    dist.destroy_process_group(groups[rank])
 
 
 def test_works_that_are_waited_for_later(world_size: int, device: torch.device) -> None:
@@ -86,26 +65,6 @@ def test_objects(rank: int, world_size: int) -> None:
     mine: list[object] = [None]
     dist.scatter_object_list(mine, list(range(world_size)) if rank == 0 else None, src=0)
     assert mine == [rank]
-
-
-def test_root_has_other_arguments(rank: int, world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, _test_gather_helper and _test_scatter_helper
-    mine = torch.full((2,), float(rank), device=device)
-    gathered = [torch.zeros(2, device=device) for _ in range(world_size)]
-    dist.gather(mine, gathered if rank == 0 else None, dst=0)
-    dist.scatter(mine, gathered if rank == 0 else None, src=0)
-    assert mine.eq(rank).all()
-    dist.reduce(mine, dst=world_size - 1)
-
-
-def test_gather_of_different_sizes(rank: int, world_size: int, device: torch.device) -> None:
-    # Megatron-LM, tests of inference: sizes first, then what was padded
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(world_size)]
-    all_gather(sizes, torch.tensor([rank + 1], device=device))
-    assert [int(size) for size in sizes] == list(range(1, world_size + 1))
-    padded = torch.zeros(world_size, device=device)
-    everything = torch.zeros(world_size * world_size, device=device)
-    dist.all_gather_into_tensor(everything, padded)
 
 
 def test_coalesced(world_size: int, device: torch.device) -> None:

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -28,29 +27,12 @@ pytestmark = [
 ]
 
 
-def test_data_parallel(rank: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, test_DistributedDataParallel
-    model = DistributedDataParallel(nn.Linear(4, 2).to(device))
-    for _ in range(2):
-        model(torch.full((3, 4), float(rank), device=device)).sum().backward()
-
-
 def test_data_parallel_with_no_sync(rank: int, device: torch.device) -> None:
     # PyTorch, test/distributed/test_c10d_gloo.py: gradients that are accumulated
     model = DistributedDataParallel(nn.Linear(4, 2).to(device))
     with model.no_sync():
         model(torch.full((3, 4), float(rank), device=device)).sum().backward()
     model(torch.ones(3, 4, device=device)).sum().backward()
-
-
-def test_sharded(device: torch.device, world_size: int) -> None:
-    # PyTorch, test/distributed/_composable/fsdp
-    mesh = init_device_mesh(device.type, (world_size,))
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(device)
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(torch.ones(2, 8, device=device)).sum().backward()
 
 
 def test_tensors_over_a_mesh(device: torch.device, world_size: int) -> None:

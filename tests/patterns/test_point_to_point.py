@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import irecv, isend, recv, send
 
 pytestmark = [
     pytest.mark.usefixtures("process_group"),
@@ -30,32 +29,6 @@ def test_one_sends_to_one(rank: int, device: torch.device) -> None:
         assert found.eq(7).all()
 
 
-def test_one_sends_twice(rank: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, _test_send_recv_any_source: two sends to one rank
-    for value in (1, 2):
-        if rank == 0:
-            send(filled(value, device), dst=1)
-        elif rank == 1:
-            found = filled(0, device)
-            recv(found, src=0)
-            assert found.eq(value).all()
-
-
-def test_everyone_sends_to_everyone_in_turn(
-    rank: int, world_size: int, device: torch.device
-) -> None:
-    # PyTorch, distributed_test.py, _test_send_recv
-    for source in range(world_size):
-        if source == rank:
-            for other in range(world_size):
-                if other != rank:
-                    dist.send(filled(rank, device, rank + 1), other)
-        else:
-            found = filled(-1, device, source + 1)
-            dist.recv(found, source)
-            assert found.eq(source).all()
-
-
 def test_stages_of_a_pipeline(rank: int, world_size: int, device: torch.device) -> None:
     # torchtitan and Megatron-LM: the first stage sends only, the last one receives only
     for batch in range(3):
@@ -69,32 +42,6 @@ def test_stages_of_a_pipeline(rank: int, world_size: int, device: torch.device) 
             assert value.eq(batch + world_size).all()
 
 
-def test_ring_with_blocking_sends(rank: int, world_size: int, device: torch.device) -> None:
-    # DeepSpeed, runtime/pipe/p2p.py: even stages send first
-    after, before = (rank + 1) % world_size, (rank - 1) % world_size
-    found = filled(-1, device)
-    if rank == 0:
-        dist.send(filled(rank, device), after)
-        dist.recv(found, before)
-    else:
-        dist.recv(found, before)
-        dist.send(filled(rank, device), after)
-    assert found.eq(before).all()
-
-
-def test_isend_to_all_others(rank: int, world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, _test_isend
-    if rank == 0:
-        ops = [dist.P2POp(isend, filled(10, device), other) for other in range(1, world_size)]
-    else:
-        found = filled(0, device)
-        ops = [dist.P2POp(irecv, found, 0)]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    if rank:
-        assert found.eq(10).all()
-
-
 def test_irecv_from_all_others(rank: int, world_size: int, device: torch.device) -> None:
     # PyTorch, distributed_test.py, test_irecv
     if rank == 0:
@@ -106,21 +53,6 @@ def test_irecv_from_all_others(rank: int, world_size: int, device: torch.device)
             assert found[other - 1].eq(other).all()
     else:
         dist.send(filled(rank, device), 0)
-
-
-def test_isend_and_irecv_of_two(rank: int, device: torch.device) -> None:
-    # DeepSpeed, tests/unit/comm/test_dist.py, TestDistIsendIrecv
-    found = torch.zeros(4096, device=device)
-    payload = torch.arange(4096, dtype=torch.float32, device=device)
-    work = None
-    if rank == 0:
-        work = dist.isend(payload, dst=1)
-    elif rank == 1:
-        work = dist.irecv(found, src=0)
-    if work is not None:
-        work.wait()
-    if rank == 1:
-        assert torch.equal(found, payload)
 
 
 def test_receive_from_any_source(rank: int, world_size: int, device: torch.device) -> None:
@@ -159,22 +91,6 @@ def test_batch_in_a_ring(rank: int, world_size: int, device: torch.device) -> No
     for work in dist.batch_isend_irecv(ops):
         work.wait()
     assert found.eq((rank - 1) % world_size).all()
-
-
-def test_batch_of_the_last_two(rank: int, world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, test_batch_isend_irecv_no_rank_zero_nccl
-    pair = (world_size - 2, world_size - 1)
-    dist.barrier()
-    if rank in pair:
-        peer = sum(pair) - rank
-        found = filled(-1, device)
-        ops = [
-            dist.P2POp(dist.irecv, found, peer),
-            dist.P2POp(dist.isend, filled(rank, device), peer),
-        ]
-        for work in dist.batch_isend_irecv(ops):
-            work.wait()
-        assert found.eq(peer).all()
 
 
 def test_batch_with_open_ends(rank: int, world_size: int, device: torch.device) -> None:

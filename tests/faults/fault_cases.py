@@ -35,9 +35,7 @@ class Case:
         options: More options of its session.
         text: What its file ends with, at module level; `{test}` is the test's name.
         has_own_file: Whether the fault concerns all tests of its file, so that it stands alone.
-        pending: Why it cannot be right yet; it is not run then.
         is_first_rank: Whether rank 0 is guilty; by default it is the last one.
-        is_instant: Whether nothing has to be waited for, so that it shows the time of recovery.
     """
 
     name: str
@@ -56,9 +54,7 @@ class Case:
     options: tuple[str, ...] = ()
     text: str = ""
     has_own_file: bool = False
-    pending: str = ""
     is_first_rank: bool = False
-    is_instant: bool = False
 
     @property
     def guest_body(self) -> str:
@@ -93,7 +89,6 @@ def _deaths() -> tuple[Case, ...]:
         Case(
             name=f"{way}_{when}",
             says=f"^rank {{g}} of {{w}} {says}",
-            is_instant=when == "after",
         )
         for way, says in _GONE.items()
         for when in ("before", "after")
@@ -122,7 +117,7 @@ CASES: tuple[Case, ...] = (
     Case(name="sigkill_in", says="^rank {g} of {w} was killed by SIGKILL"),
     Case(name="first_rank_dies", says="^rank 0 of {w} was killed by SIGKILL", is_first_rank=True),
     Case(name="two_die", says=r"(?s)rank {g}: was killed by SIGSEGV.*|rank 0: exited with code 1"),
-    Case(name="all_die", says=r"exited with code 1", is_instant=True),
+    Case(name="all_die", says=r"exited with code 1"),
     Case(name="sleep_before", sign="limit", says="in sleep", has_stacks="all"),
     Case(name="sleep_after", sign="limit", says="in sleep", has_stacks="guilty"),
     Case(name="dies_when_done", says="^rank {g} of {w} was killed by SIGKILL"),

@@ -26,7 +26,6 @@ class Verdict:
     Attributes:
         problems: Empty if all is right.
         detection_s: From the fault to the report; to the end, where the session ends in it.
-        recovery_s: From the fault to the start of the next test.
     """
 
     case: str
@@ -34,7 +33,6 @@ class Verdict:
     position: str
     problems: list[str] = field(default_factory=list)
     detection_s: float | None = None
-    recovery_s: float | None = None
 
     @property
     def line(self) -> str:
@@ -67,7 +65,6 @@ def judge(session: Session, seen: Seen, limits: Limits) -> list[Verdict]:
                 position=session.position,
                 problems=(general if not verdicts else []) + problems,
                 detection_s=seen.end_s if case.driver in FROM_OUTSIDE else detection_s,
-                recovery_s=_recovery_s(session, seen, slot) if case.is_instant else None,
             )
         )
     return verdicts
@@ -207,12 +204,3 @@ def _detection_s(seen: Seen, reported: Slot, case: Case) -> float | None:
         if e["event"] == "report" and e["test"] == reported.test and e["outcome"] != "passed"
     ]
     return reports[0] - min(signs) if signs and reports and case.outcome != "passed" else None
-
-
-def _recovery_s(session: Session, seen: Seen, slot: Slot) -> float | None:
-    place = session.slots.index(slot)
-    if place + 1 == len(session.slots):
-        return None
-    starts = seen.times("start", session.slots[place + 1].test)
-    signs = seen.times("sign", slot.test)
-    return starts[0] - max(signs) if starts and signs else None

@@ -1,7 +1,7 @@
 """A pytest plugin for guest suites of the fault program: what tests of a gang do, and do wrong.
 
-Loaded by `-p fault_guest` in the session under test. Every test tells in `$FAULT_DIR/events.jsonl`
-when it starts and when a rank strikes; the controller tells when it reported a test.
+Loaded by `-p fault_guest` in the session under test. Ranks tell in `$FAULT_DIR/events.jsonl` when
+they strike; the controller tells when it reported a test.
 """
 
 from __future__ import annotations
@@ -383,16 +383,9 @@ def at_end(
 # What the sessions tell
 
 
-@pytest.fixture(autouse=True)
-def _tells_start() -> None:
-    if os.environ.get("RANK") == "0":
-        tell("start", test=test_name())
-
-
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "way(name): how a fixture strikes")
     config.addinivalue_line("markers", "timeout(seconds): limit of a phase")
-    tell("configured", pid=os.getpid())
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

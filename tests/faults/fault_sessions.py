@@ -112,7 +112,6 @@ class Seen:
     events: list[dict[str, str | float]]
     left: list[str]  # processes: number, name, state, parent, group, session
     end_s: float  # from the last thing that was done to it from outside to its end
-    duration_s: float
 
     def times(self, event: str, test: str) -> list[float]:
         return [float(e["at"]) for e in self.events if (e["event"], e.get("test")) == (event, test)]
@@ -124,16 +123,14 @@ def plan(
     world_size: int,
     position: str,
     device: str,
-    is_single: bool = False,
     parts: int = 1,
 ) -> list[Session]:
     """Return the sessions that the cases need at one world size and position.
 
     Args:
-        is_single: Whether no two cases share one.
         parts: Into how many the one of those without options is divided, to run several at a time.
     """
-    shared = [case for case in cases if not (case.is_alone or is_single)]
+    shared = [case for case in cases if not case.is_alone]
     by_options: dict[tuple[str, ...], list[Case]] = {}
     for case in shared:
         by_options.setdefault(case.options, []).append(case)
@@ -282,7 +279,6 @@ def run_session(session: Session, limits: Limits, temp: Path, start: Start = sta
         events=_read_events(directory),
         left=left,
         end_s=ended - (started if acted is None else acted),
-        duration_s=ended - started,
     )
 
 

@@ -4,25 +4,23 @@
 
 A case is right if the guilty test is reported with its rank, at the latest a grace (or the time
 limit of a pure hang) after the fault; if all other tests ran to their true outcome; if exit code
-and JUnit XML say the same; and if no process is left. Faults that leave the session
-alive share one session for each world size and position, each in a file of its own; those that end
-it, and with `--single` all, have sessions of their own. Prints a line for each, and exits with 1 if
-any is wrong. Needs nothing but the package, torch and pytest.
+and JUnit XML say the same; and if no process is left. Faults that leave the session alive share one
+session for each world size and position, each in a file of its own; those that end it have sessions
+of their own. Prints a line for each, and exits with 1 if any is wrong. Needs nothing but
+the package, torch and pytest.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 from fault_cases import CASES, Case
@@ -52,7 +50,6 @@ def main() -> int:
             world_size=world_size,
             position=position,
             device=asked.device,
-            is_single=asked.single,
             parts=asked.parts,
         )
     ]
@@ -73,18 +70,10 @@ def main() -> int:
         for found in pool.map(run, sessions):
             verdicts += found
     num_wrong = sum(bool(v.problems) for v in verdicts)
-    recoveries = [v.recovery_s for v in verdicts if v.recovery_s is not None]
-    if recoveries:
-        print(
-            f"recovery, from a death to the start of the next test: {len(recoveries)} times, "
-            f"median {statistics.median(recoveries):.3f} s, most {max(recoveries):.3f} s"
-        )
     print(
         f"{len(verdicts) - num_wrong} right, {num_wrong} wrong, {len(sessions)} sessions "
         f"in {time.monotonic() - started:.0f} s"
     )
-    if asked.json is not None:
-        asked.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1))
     if not num_wrong:
         shutil.rmtree(temp)
     return 1 if num_wrong else 0
@@ -100,9 +89,6 @@ def _choose(names: Sequence[str], device: str) -> list[Case]:
         known = ", ".join(sorted(case.name for case in CASES))
         raise SystemExit(f"--cases: unknown {', '.join(sorted(unknown))}, expected of {known}")
     chosen = [c for c in CASES if device in c.devices and (not names or c.name in names)]
-    for case in [c for c in chosen if c.pending and c.name not in names]:
-        print(f"left out: {case.name}, as {case.pending}")
-        chosen.remove(case)
     if any(c.driver == "full_disk" for c in chosen) and not can_mount():
         print("left out: floods_full_disk, as this user may not mount a small disk")
         chosen = [c for c in chosen if c.driver != "full_disk"]
@@ -123,16 +109,14 @@ def _parse() -> argparse.Namespace:
     option("--worlds", type=numbers, default=[2, 4, 8], help="world sizes")
     option("--device", choices=("cpu", "cuda"), default="cpu")
     option("--positions", type=words, default=list(POSITIONS), help="first, middle, last")
-    option("--cases", type=words, default=[], help="names; by default all that are due")
+    option("--cases", type=words, default=[], help="names; by default all")
     option("--jobs", type=int, default=2, help="sessions at one time")
-    option("--single", action="store_true", help="each case in a session of its own")
     option("--parts", type=int, default=1, help="into how many a shared session is divided")
     option("--ranks-per-gpu", type=int, default=1, help="with fewer GPUs than ranks")
     option("--grace", type=float, default=2.0, help="megatron_rank_grace of the sessions")
     option("--hang-limit", type=float, default=0.0, help="time limit of tests that hang")
     option("--slack", type=float, default=10.0, help="what a busy machine may add, in seconds")
     option("--session-limit", type=float, default=600.0, help="for one session, in seconds")
-    option("--json", type=Path, help="file for the results")
     option("--verbose", action="store_true", help="print the output of sessions that are wrong")
     return parser.parse_args()
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
-from pytest_megatron.base.project import parse_quarantine, today
+from pytest_megatron.base.project import today
 from pytest_megatron.errors import ConfigError
 from pytest_megatron.flaky.command import command
 from pytest_megatron.runs.history import HistoryEntry, append
@@ -108,16 +107,3 @@ def test_unusable_input_is_one_clear_error(
     with pytest.raises(ConfigError) as raised:
         run("--history", history, *arguments)
     assert str(raised.value).startswith(message)
-
-
-def test_an_item_that_contradicts_itself_gets_the_line_that_quarantines_it(history: Path) -> None:
-    held = replace(ENTRY, node_id="test_x.py::test_held", quarantined_until="2026-12-01")
-    append(history, [replace(held, verdict="passed"), replace(held, verdict="failed")])
-    _, table = run("--history", history)[1].split("put them into quarantine:\n\n")
-    until = today() + dt.timedelta(days=30)
-    assert table == (
-        '[tool.pytest-megatron.quarantine]\n"test_x.py::test_a" = { reason = "flaky: 1 failure at '
-        f'commits at which it also passed", until = {until} }}\n'
-    )
-    rows = tomllib.loads(table)["tool"]["pytest-megatron"]["quarantine"]
-    assert parse_quarantine(rows["test_x.py::test_a"]).holds_on(today())

@@ -118,10 +118,6 @@ def test_run_json_says_failed_and_why_it_does_not_count(run: Run) -> None:
     assert (expired["is_expired"], expired["holds"]) == (True, False)
 
 
-def test_a_test_may_have_its_own_number_of_reruns(run: Run) -> None:
-    assert run.items["test_flaky"]["verdict"] == "flaky"
-
-
 def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Run) -> None:
     path = run.directory.parent / ".pytest_megatron" / "history.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -164,15 +160,6 @@ def test_a_mark_that_says_less_is_one_clear_error(
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
-
-
-def test_a_setting_that_says_less_is_one_clear_error(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", "def test_a(): pass")
-    suite.write("pyproject.toml", '[tool.pytest-megatron.quarantine]\n"*" = { reason = "x" }\n')
-    run = suite.run("--ranks", "1")
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    said = "pyproject.toml: [tool.pytest-megatron.quarantine] '*': until: is missing, expected"
-    assert said in run.stderr
 
 
 def test_a_mark_of_that_name_which_is_not_ours_is_left_alone(tmp_path: Path) -> None:

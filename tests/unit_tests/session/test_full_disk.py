@@ -26,15 +26,6 @@ def test_a_disk_that_fills_up_is_told_in_clear_lines(tmp_path: Path) -> None:
     ) in run.stdout.splitlines()
 
 
-def test_a_run_directory_below_a_file_is_one_clear_error(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    project.add("sound")
-    run = project.run("recipes", run_dir="train.py/run")
-    assert run.outcomes == {"sound": "ERROR"}
-    error = "train.py/run: Not a directory; give another --run-dir; nothing was run"
-    assert error in run.stdout.splitlines()
-
-
 def test_tests_without_a_run_directory_end_before_the_first_one(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     (tmp_path / "test_rank.py").write_text("def test_rank(rank):\n    pass\n")

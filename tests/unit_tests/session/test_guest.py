@@ -211,16 +211,6 @@ def test_a_conftest_further_down_declares_one(tmp_path: Path) -> None:
     assert (code, "2 passed" in output) == (0, True), output
 
 
-def test_conftest_files_are_not_looked_for_where_a_value_is(tmp_path: Path) -> None:
-    asks = "def pytest_addoption(parser): parser.addoption('--theirs')"
-    project(tmp_path, asks, "def test(): pass")
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "conftest.py").write_text("raise RuntimeError")
-    words = ("-p", "megatron", "--executor-config", "other/conftest.py", "--theirs=1")
-    code, output = run(tmp_path, *words, "-o", "norecursedirs=other")
-    assert (code, "1 passed" in output) == (0, True), output
-
-
 def test_its_options_reach_it_by_their_long_names(tmp_path: Path) -> None:
     conftest, words, _ = SHAPES["a flag where ours has a value, in a group of our name"]
     test = "def test(world_size): assert world_size == 3"
@@ -229,14 +219,6 @@ def test_its_options_reach_it_by_their_long_names(tmp_path: Path) -> None:
     assert code == 0, output
     assert "gangs of 3 ranks" in output
     assert f"{ASKED}--gpus, --model; ours: --megatron-gpus, --megatron-model" in output
-
-
-def test_help_has_each_option_once(tmp_path: Path) -> None:
-    project(tmp_path, SHAPES["a fixture that returns its option"][0], "def test(): pass")
-    _, output = run(tmp_path, "-p", "megatron", "--help")
-    lines = [line.strip() for line in output.split("\n")]
-    assert [x for x in lines if x.startswith("--megatron-")] == ["--megatron-device=auto|cuda|cpu"]
-    assert len([x for x in lines if x.startswith("--gpus=")]) == 1
 
 
 def test_the_entry_point_imports_next_to_nothing() -> None:

@@ -165,19 +165,6 @@ def test_last_words_are_read_before_the_end() -> None:
         assert right.receive() is None
 
 
-def test_descriptors_come_with_the_message() -> None:
-    left, right = pair()
-    with closing(left), closing(right):
-        readable, writable = os.pipe()
-        left.send(Close(), [writable])
-        os.close(writable)
-        message, (received,) = right.receive_with_descriptors()
-        os.write(received, b"hello")
-        assert (message, os.read(readable, 5)) == (Close(), b"hello")
-        os.close(received)
-        os.close(readable)
-
-
 def test_descriptors_stay_with_their_message_among_others_that_wait() -> None:
     left, right = pair()
     with closing(left), closing(right):

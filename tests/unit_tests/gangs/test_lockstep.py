@@ -103,14 +103,6 @@ def test_a_rank_without_a_group_is_in_step_with_its_like(lockstep: Lockstep) -> 
     assert ranks_that_end(lockstep, *[ending(collectives=-1)] * SIZE) == [0] * SIZE
 
 
-def test_a_rank_that_comes_late_follows_those_that_have_ended_the_next_test(
-    lockstep: Lockstep,
-) -> None:
-    lockstep.publish(0, ending())
-    others_end(lockstep, ending(2))
-    assert lockstep.may_start(0, run=2, after=1)
-
-
 def test_a_rank_that_comes_late_stays_where_others_were_told_something_else(
     lockstep: Lockstep,
 ) -> None:

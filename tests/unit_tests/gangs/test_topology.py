@@ -12,7 +12,6 @@ from pytest_megatron.gangs.topology import (
     Nodes,
     RankPlace,
     count_gpus,
-    describe_node,
     find_key,
     share_gpus,
 )
@@ -85,10 +84,6 @@ def test_ranks_that_share_gpus_are_dealt_out_as_to_nodes_that_have_them(
 
 def test_gangs_of_node_0_run_side_by_side_and_one_that_spans_nodes_alone() -> None:
     assert [TWO.num_free(sizes) for sizes in ([], [1], [2, 2], [8], [6])] == [8, 3, 0, 0, 0]
-
-
-def test_a_node_is_named_with_its_ranks() -> None:
-    assert describe_node(1, [4, 5]) == "node 1 (ranks 4-5)"
 
 
 def test_nodes_that_come_at_once_agree_on_one_private_key(tmp_path: Path) -> None:

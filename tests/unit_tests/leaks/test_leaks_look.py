@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
@@ -11,39 +10,9 @@ import pytest
 
 from pytest_megatron.leaks.look import Look, Things, cuda_bytes, describe
 
-BESIDE_LIBRARIES = """
-import ctypes, subprocess, sys, threading
-from pytest_megatron.leaks.look import Look
-
-library = ctypes.CDLL(None)
-for _ in range(50):
-    library.pthread_create(ctypes.byref(ctypes.c_ulong()), None, library.pause, None)
-children, is_started, is_over = [], threading.Event(), threading.Event()
-
-def start():
-    children.append(subprocess.Popen(["sleep", "60"]))
-    is_started.set()
-    is_over.wait()
-
-threading.Thread(target=start).start()
-is_started.wait()
-opened = set()
-sys.addaudithook(lambda event, args: opened.add(str(args[0])) if event == "open" else None)
-held = Look().things()
-is_over.set()
-children[0].kill()
-assert ("processes", children[0].pid) in held, held
-assert len([path for path in opened if "/task/" in path]) == 2, opened
-"""
-
 
 def new(look: Look, before: Things) -> list[str]:
     return describe(look.things() - before)
-
-
-def test_a_process_is_looked_for_in_threads_that_can_start_one() -> None:
-    """Libraries have thousands of others."""
-    subprocess.run([sys.executable, "-c", BESIDE_LIBRARIES], check=True)
 
 
 def test_groups_are_found_where_all_others_were_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,20 +170,6 @@ def test_what_no_session_reads_starts_none(project: Project) -> None:
     assert project.end(signal.SIGTERM) == 1
 
 
-def test_a_library_that_changes_starts_everything_anew(project: Project) -> None:
-    project.write("test_a.py", "import torch\ndef test(): assert torch.__version__ == '2.9'")
-    project.start("-q")
-    project.wait("1 passed")
-    project.write("test_a.py", "import torch\ndef test_2(): assert torch.__version__ == '2.9'")
-    project.wait("watch: changed: test_a.py", "1 passed")
-    loads = project.packages / "loads"
-    assert loads.read_text() == "x"
-    project.write("../packages/torch.py", TORCH.replace("2.9", "2.10"))
-    project.wait("watch: changed: ../packages/torch.py", "1 failed")
-    assert loads.read_text() == "xx"
-    assert project.end(signal.SIGHUP) == 1
-
-
 def test_modules_are_loaded_once_and_anew_where_they_change(project: Project) -> None:
     text = "import pathlib; pathlib.Path('%s').open('a').write('x')"
     for name in ("../packages/library", "own"):

@@ -101,12 +101,6 @@ def test_workloads_are_selected(selected: dict[str, list[str]], name: str) -> No
     assert selected[name] == SELECTIONS[name][1]
 
 
-def test_a_node_id_selects_one_row(project: Project) -> None:
-    node = "recipes/tiny.yaml::large[lts-cpu]"
-    run = project.run(node, "--collect-only", "-q")
-    assert (run.returncode, collected(run)) == (0, [node])
-
-
 def test_a_plain_pytest_collects_no_workload(project: Project) -> None:
     run = project.run("--collect-only", "-q", run_dir="")
     assert collected(run) == ["test_python.py::test_python"]
@@ -281,13 +275,6 @@ def test_an_empty_selection_is_the_same_error_under_xdist(project: Project) -> N
 def test_an_empty_selection_may_be_allowed(project: Project) -> None:
     run = project.run("recipes", "--scope", "L1", "--allow-empty", run_dir="empty")
     assert (run.returncode, run.stderr) == (pytest.ExitCode.OK, "")
-
-
-def test_a_selection_from_a_broken_recipe_alone_adds_no_error(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    project.row(project.case("small"), scope="L0")
-    run = project.run("recipes", "--model", "gpt", run_dir="broken")
-    assert (run.returncode, run.stderr) == (pytest.ExitCode.TESTS_FAILED, "")
 
 
 UNKNOWN = "--environment: unknown environment 'dve', expected one of dev, lts; did you mean 'dev'?"

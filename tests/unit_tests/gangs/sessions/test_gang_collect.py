@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite, wait_until
+from gang_suite import Suite
 
 pytestmark = pytest.mark.nightly
 
@@ -197,18 +197,3 @@ def test_ranks_load_conftest_files_while_the_controller_does_so(
     assert (run.words, run.returncode) == ({"test_threads": "PASSED"}, 0), run.stdout
     begun = [*"01"] if num_threads == "3" else [*"0011"]
     assert sorted(note.name[0] for note in notes.iterdir()) == begun
-
-
-def test_ranks_that_load_conftest_files_end_with_a_killed_controller(
-    suite: Suite, tmp_path: Path
-) -> None:
-    suite.write(conftest=LOADS, test_some=THREADS)
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    env = {"NOTES": str(notes), "NUM_NOTES": "3", "OMP_NUM_THREADS": "3"}
-    with suite.start("--ranks=2", *COLLECT, **env) as process:
-        try:
-            wait_until(lambda: len(list(notes.iterdir())) == 2, "ranks load conftest.py")
-        finally:
-            process.kill()
-    wait_until(lambda: not suite.processes(), "no process is left")

@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -334,53 +330,3 @@ def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
     assert cluster.wait() == [3, 2]
     assert "node 1: 1 error while it collected; see its output" in cluster.output(0)
     assert not (tmp_path / "1.xml").exists()
-
-
-# Many sessions in one process, which collect nothing and start nothing.
-SESSIONS = """
-import json, sys
-import pytest
-for arguments in json.loads(sys.argv[1]):
-    print("next session")
-    pytest.main(["-p", "megatron", "--collect-only", *arguments])
-"""
-
-
-def collect(root: Path, *sessions: Sequence[str], **env: str) -> list[str]:
-    """Return what each session printed."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_", "SLURM"))}
-    done = subprocess.run(
-        [sys.executable, "-c", SESSIONS, json.dumps(sessions)],
-        cwd=root,
-        env=kept | UNBUFFERED | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-        timeout=DEADLINE_S,
-    )
-    return done.stdout.split("next session\n")[1:]
-
-
-def test_under_srun_nodes_are_found_and_options_win(tmp_path: Path) -> None:
-    env = {
-        "SLURM_JOB_ID": "7",
-        "SLURM_STEP_ID": "0",
-        "SLURM_NODEID": "1",
-        "SLURM_STEP_NUM_NODES": "2",
-        "SLURM_STEP_NODELIST": "gpu[07-08]",
-    }
-    found, named, one_node, no_ranks = collect(
-        tmp_path,
-        ["--ranks=2"],
-        ["--ranks=2", "--rdzv-endpoint=login:4000"],
-        ["--ranks=2", "--nnodes=1"],
-        [],
-        **env,
-    )
-    assert "megatron: node 1 of 2, follows node 0 at gpu07:20217" in found
-    assert "megatron: node 1 of 2, follows node 0 at login:4000" in named
-    assert "follows" not in one_node
-    assert "follows" not in no_ranks
-    (crowd,) = collect(tmp_path, ["--ranks=2"], SLURM_STEP_NUM_TASKS="16", **env)
-    assert "ERROR: srun: started 16 tasks on 2 nodes, expected one on each" in crowd

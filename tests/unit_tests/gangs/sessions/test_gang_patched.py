@@ -70,11 +70,6 @@ CONFTEST = """
         monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=None))
 
 
-    @pytest.fixture
-    def patched(process_group, monkeypatch):
-        patch_all(monkeypatch)
-
-
     @pytest.fixture(scope="module")
     def patched_for_long():
         if not torch.distributed.is_initialized():
@@ -82,28 +77,6 @@ CONFTEST = """
         with pytest.MonkeyPatch.context() as monkeypatch:
             patch_all(monkeypatch)
             yield
-"""
-FUNCTION = """
-    import pytest
-    import torch
-    import torch.distributed as dist
-
-
-    def test_passes(patched):
-        pass
-
-
-    def test_fails(patched, rank):
-        assert rank == 0, "on purpose"
-
-
-    def test_extra(patched, rank):
-        if rank:
-            dist.all_reduce(torch.ones(1), async_op=True)
-
-
-    def test_skips(patched):
-        pytest.skip("on purpose")
 """
 MODULE = """
     import torch
@@ -147,13 +120,9 @@ GOOD = """
 
 def test_ranks_go_on_whatever_a_test_patches(tmp_path: Path) -> None:
     suite = Suite(tmp_path)
-    suite.write(conftest=CONFTEST, test_function=FUNCTION, test_module=MODULE, test_whole=GOOD)
+    suite.write(conftest=CONFTEST, test_module=MODULE, test_whole=GOOD)
     run = suite.run("-v", "--ranks=2", "--device=cpu")
     assert run.words == {
-        "test_passes": "PASSED",
-        "test_fails": "FAILED",
-        "test_extra": "FAILED",
-        "test_skips": "SKIPPED",
         "test_long_passes": "PASSED",
         "test_long_fails": "FAILED",
         "test_long_extra": "FAILED",
@@ -162,7 +131,7 @@ def test_ranks_go_on_whatever_a_test_patches(tmp_path: Path) -> None:
         "test_after_it": "FAILED",
         "test_after_all": "PASSED",
     }, run.stdout
-    assert run.stdout.count("\nevery rank passed, but they took part in different collectives") == 2
+    assert run.stdout.count("\nevery rank passed, but they took part in different collectives") == 1
     assert "[rank 1] AssertionError: on purpose" in run.stdout
     assert "ranks 0-1: failed: ValueError: on purpose" in run.stdout
     assert "AssertionError: patched" not in run.stdout

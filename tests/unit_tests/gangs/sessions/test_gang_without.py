@@ -45,12 +45,8 @@ KINDS = (("passed",), ("failure",), ("failure",), ("passed",))
 @pytest.mark.parametrize(
     ("conftest", "plugins"),
     [
-        pytest.param("", ("terminal",), id="terminal-forked"),
-        pytest.param("", ("setuponly",), id="setuponly-forked"),
-        pytest.param("", ("capture",), id="capture-forked"),
-        pytest.param("", ("debugging",), id="debugging-forked"),
-        pytest.param(READS_RANK, ("terminal", "setuponly"), id="terminal-setuponly-collecting"),
-        pytest.param(READS_RANK, ("capture", "debugging"), id="capture-debugging-collecting"),
+        pytest.param("", ("terminal", "setuponly"), id="forked"),
+        pytest.param(READS_RANK, ("capture", "debugging"), id="collecting"),
     ],
 )
 def test_gangs_do_without_plugins(plugins: tuple[str, ...], conftest: str, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from ci_artifacts import commands
 from click.testing import CliRunner
-from rank_suite import Suite
+from gang_suite import RecordedSuite
 from tiny_project import Project
 
 from pytest_megatron.ci.command import command
@@ -261,8 +261,8 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Places:
 
 @pytest.fixture(scope="module")
 def tested(tmp_path_factory: pytest.TempPathFactory) -> Places:
-    suite = Suite(root=tmp_path_factory.mktemp("tested")).write("test_it.py", SUITE)
-    run = suite.run("--ranks", "2", "--rank-timeout", "5", "--junitxml", "junit.xml", **GITHUB)
+    suite = RecordedSuite(root=tmp_path_factory.mktemp("tested")).write(test_it=SUITE)
+    run = suite.run("--ranks", "2", "--rank-timeout", "5", "--junitxml", "junit.xml", env=GITHUB)
     return places_of(suite.root, run.stdout)
 
 

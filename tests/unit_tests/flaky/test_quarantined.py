@@ -14,7 +14,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from rank_suite import Run, Suite
+from gang_suite import RecordedSuite, Run
 from tiny_project import Project
 
 from pytest_megatron.base.files import JsonValue
@@ -76,21 +76,21 @@ SUMMARY = [  # in the order of the names; how each line begins and what it ends 
 
 @pytest.fixture(scope="module", params=[(), ("-n", "2")], ids=["alone", "xdist"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    suite = Suite(root=tmp_path_factory.mktemp("held")).write("test_it.py", SUITE)
-    suite.write("pyproject.toml", SETTING)
+    suite = RecordedSuite(root=tmp_path_factory.mktemp("held")).write(test_it=SUITE)
+    suite.write(**{"pyproject.toml": SETTING})
     more: tuple[str, ...] = request.param
     return suite.run("--ranks=2", "--rerun-transient=1", "--junitxml", "j.xml", "-vv", *more)
 
 
 def test_a_quarantined_failure_does_not_count_until_it_expires(run: Run) -> None:
-    assert run.counts == "1 failed, 3 passed, 3 quarantined"
+    assert run.summary == "1 failed, 3 passed, 3 quarantined"
     assert run.outcomes["test_expired"] == "FAILED"
     assert run.returncode == 1
 
 
 def test_the_summary_tells_of_every_quarantine(run: Run) -> None:
-    start = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "quarantine")
-    found = sorted(run.lines[start + 1 : start + 6])
+    start = next(n for n, line in enumerate(run.printed) if line.strip("- ") == "quarantine")
+    found = sorted(run.printed[start + 1 : start + 6])
     for text, (start_of_it, end_of_it) in zip(found, SUMMARY, strict=True):
         line = re.sub(r" at test_it\.py:\d+$", "", text)
         assert (line[: len(start_of_it)], line[-len(end_of_it) :]) == (start_of_it, end_of_it)
@@ -137,7 +137,7 @@ def test_the_history_has_a_line_for_what_was_odd_and_for_it_from_then_on(run: Ru
     assert (until["test_passes"], until["test_expired"]) == (f"{UNTIL}", "2001-01-01")
     (flaky,) = [e for e in entries if e["verdict"] == "flaky"]
     assert (flaky["causes"], flaky["num_attempts"]) == (["port_in_use"], 2)
-    suite = Suite(root=run.directory.parent)
+    suite = RecordedSuite(root=run.directory.parent)
     again = suite.run("--ranks", "2", "-k", "flaky or ordinary")
     assert again.returncode == 0
     added = [json.loads(line) for line in path.read_text().splitlines()[6:]]
@@ -156,7 +156,7 @@ def test_a_mark_that_says_less_is_one_clear_error(
     tmp_path: Path, mark: str, message: str, more: tuple[str, ...]
 ) -> None:
     text = f"import pytest\n@pytest.mark.quarantine({mark})\ndef test_a(): pass\n"
-    run = Suite(root=tmp_path).write("test_it.py", text).run("--ranks", "1", *more)
+    run = RecordedSuite(root=tmp_path).write(test_it=text).run("--ranks", "1", *more)
     assert run.returncode == pytest.ExitCode.USAGE_ERROR
     assert message in run.stdout + run.stderr
     assert "Traceback" not in run.stdout + run.stderr
@@ -164,8 +164,8 @@ def test_a_mark_that_says_less_is_one_clear_error(
 
 def test_a_mark_of_that_name_which_is_not_ours_is_left_alone(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.quarantine\ndef test_a(): pass\n"
-    run = Suite(root=tmp_path).write("test_it.py", text).run()
-    assert run.counts == "1 passed"
+    run = RecordedSuite(root=tmp_path).write(test_it=text).run()
+    assert run.summary == "1 passed"
 
 
 @pytest.fixture(scope="module")
@@ -238,32 +238,32 @@ def _entry(number: int, *, is_bad: bool) -> HistoryEntry:
 @pytest.mark.parametrize("prefix", ["", "megatron-"])
 def test_a_file_outside_does_not_move_the_root(tmp_path: Path, prefix: str) -> None:
     (tmp_path / "project").mkdir()
-    suite = Suite(root=tmp_path / "project").write("test_it.py", HISTORY.format(held=HELD))
+    suite = RecordedSuite(root=tmp_path / "project").write(test_it=HISTORY.format(held=HELD))
     (tmp_path / "slurm.yaml").touch()
     run = suite.run("--ranks", "2", f"--{prefix}executor-config", "../slurm.yaml")
     assert run.returncode == 4
     assert f"write --{prefix}executor-config=../slurm.yaml" in run.stderr
     run = suite.run("--ranks", "2", "-o", "megatron_history=../past.jsonl")
-    assert (run.returncode, run.counts) == (0, "2 quarantined")
+    assert (run.returncode, run.summary) == (0, "2 quarantined")
     assert '"test_it.py::test_ring"' in (tmp_path / "past.jsonl").read_text()
 
 
 @pytest.mark.parametrize("more", [(), ("-n", "1")], ids=["alone", "xdist"])
 def test_an_item_that_fails_ever_again_counts(tmp_path: Path, more: tuple[str, ...]) -> None:
     """Every eighth run failed, and then 15 in a row: that is no flakiness of before."""
-    suite = Suite(root=tmp_path).write("test_it.py", HISTORY.format(held=HELD))
+    suite = RecordedSuite(root=tmp_path).write(test_it=HISTORY.format(held=HELD))
     path = tmp_path / "past.jsonl"
     append(path, [_entry(n, is_bad=n % 8 == 3 or n >= 24) for n in range(39)])
     options = ("--ranks", "2", "-o", "megatron_history=past.jsonl", *more)
     run = suite.run(*options)
-    assert (run.returncode, run.counts) == (1, "1 failed, 1 quarantined")
+    assert (run.returncode, run.summary) == (1, "1 failed, 1 quarantined")
     since = f"{24:040}"[:12]
     text = (
         f"may be a regression: failed 16 times in a row, since {since}; before, 3 of 24 runs "
         "failed; fix it, or find its commit with git bisect run pytest-megatron repro"
     )
     said = f"counts      test_it.py::test_ring  in quarantine until {UNTIL}: #12: sometimes; {text}"
-    assert said in run.lines
+    assert said in run.printed
     held = run.items["test_ring"]
     assert held["advice"] == text
     quarantine = held["quarantine"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -11,10 +13,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 from xml.etree import ElementTree as ET
 
 import psutil
 from forked_sessions import run_command, run_session
+from typing_extensions import override
+
+from pytest_megatron.base.files import JsonValue
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
 DEADLINE_S = 60.0
@@ -41,11 +47,32 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One pytest session that ended."""
+    """One pytest session that ended.
+
+    Attributes:
+        directory: Its run directory, if it is a `RecordedSuite`'s; may not be there.
+    """
 
     returncode: int
     stdout: str
     stderr: str
+    directory: Path = Path()
+
+    @property
+    def printed(self) -> list[str]:
+        return self.stdout.splitlines()
+
+    @property
+    def outcomes(self) -> dict[str, str]:
+        """Pytest's word for each test, from its own short summary (`-rA`)."""
+        found = re.findall(r"^(PASSED|FAILED|ERROR) \S+?::(\S+)", self.stdout, re.MULTILINE)
+        return {name: word for word, name in found}
+
+    @property
+    def items(self) -> dict[str, dict[str, JsonValue]]:
+        """What `run.json` says of each test, by its name."""
+        kept = json.loads((self.directory / "run.json").read_text())
+        return {node.rpartition("::")[2]: record for node, record in kept["items"].items()}
 
     @property
     def lines(self) -> list[str]:
@@ -94,7 +121,7 @@ class Suite:
     has_torch: bool = True
     is_fresh: bool = False
 
-    def write(self, **files: str) -> Suite:
+    def write(self, **files: str) -> Self:
         """Write files; `test_a="..."` is test_a.py."""
         for name, text in files.items():
             path = self.root / (f"{name}.py" if "." not in name else name)
@@ -110,7 +137,11 @@ class Suite:
         return kept | {MARK: str(self.root), "COLUMNS": "200"} | own | more
 
     def run(
-        self, *arguments: str, env: Mapping[str, str] | None = None, command: Sequence[str] = ()
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+        stdin: str = "",
     ) -> Run:
         """Run pytest to its end; nothing of it may be left."""
         given = self.env(**(env or {}))
@@ -119,9 +150,14 @@ class Suite:
         else:
             words = self.command(*arguments)[3:]
             is_fresh = self.is_fresh or not self.has_torch
-            done = run_session(words, self.root, given, is_fresh=is_fresh)
+            done = run_session(words, self.root, given, is_fresh=is_fresh, stdin=stdin)
         wait_until(lambda: not self.processes(), "no process is left")
-        return Run(returncode=done.returncode, stdout=done.stdout, stderr=done.stderr)
+        return Run(
+            returncode=done.returncode,
+            stdout=done.stdout,
+            stderr=done.stderr,
+            directory=self.root / "run",
+        )
 
     def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -166,3 +202,23 @@ class Suite:
             except psutil.Error:
                 continue
         return found
+
+
+class RecordedSuite(Suite):
+    """A suite whose sessions have the directory `run` and print the outcome of every test."""
+
+    @override
+    def command(self, *arguments: str) -> list[str]:
+        return super().command("-rA", "--run-dir", "run", *arguments)
+
+    @override
+    def run(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        command: Sequence[str] = (),
+        stdin: str = "",
+    ) -> Run:
+        if not command:
+            shutil.rmtree(self.root / "run", ignore_errors=True)
+        return super().run(*arguments, env=env, command=command, stdin=stdin)

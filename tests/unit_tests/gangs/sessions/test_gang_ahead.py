@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rank_suite import Suite
+from gang_suite import RecordedSuite
 
 WAYS = ("passes", "fails", "passes", "skips", "dies", "late", "passes", "splits", "xfails", "dies")
 
 
 def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: Path) -> None:
     ways = [way for number in range(3) for way in (*WAYS[number:], *WAYS[:number], "passes")]
-    suite = Suite(root=tmp_path).write(
-        "test_many.py",
-        f"""
+    suite = RecordedSuite(root=tmp_path).write(
+        test_many=f"""
         import os
         import signal
 
@@ -60,9 +59,8 @@ def test_tests_run_once_in_order_whatever_became_of_those_before_them(tmp_path: 
 
 
 def test_tests_with_long_names_do_not_fill_what_ranks_have_no_time_to_read(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write(
-        "test_long.py",
-        """
+    suite = RecordedSuite(root=tmp_path).write(
+        test_long="""
         import pytest
 
         @pytest.mark.parametrize("number", range(40), ids=[f"{n}{'x' * 20_000}" for n in range(40)])
@@ -71,13 +69,12 @@ def test_tests_with_long_names_do_not_fill_what_ranks_have_no_time_to_read(tmp_p
         """,
     )
     run = suite.run("--ranks=2")
-    assert (run.returncode, run.counts) == (0, "40 passed")
+    assert (run.returncode, run.summary) == (0, "40 passed")
 
 
 def test_a_death_that_is_told_with_many_ends_of_tests_costs_none_of_them(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write(
-        "test_many.py",
-        """
+    suite = RecordedSuite(root=tmp_path).write(
+        test_many="""
         import os
         import pytest
 
@@ -89,6 +86,6 @@ def test_a_death_that_is_told_with_many_ends_of_tests_costs_none_of_them(tmp_pat
         """,
     )
     run = suite.run("--ranks=2", "--rank-timeout=5")
-    assert run.counts == "2 failed, 88 passed"
+    assert run.summary == "2 failed, 88 passed"
     dead = {name: run.items[name]["problem"] for name in ("test_it[25]", "test_it[50]")}
     assert dead == dict.fromkeys(dead, "rank 1 of 2 exited with code 1")

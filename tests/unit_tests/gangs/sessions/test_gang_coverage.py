@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from rank_suite import Suite
+from gang_suite import RecordedSuite
 
 MEASURED = """\
 import threading
@@ -62,12 +62,12 @@ PYTEST = ("pytest", "-p", "megatron", "--ranks", "2", "--run-dir", "run")
     ],
 )
 def test_lines_of_every_rank_count(tmp_path: Path, command: tuple[str, ...]) -> None:
-    suite = Suite(root=tmp_path).write("measured.py", MEASURED).write("test_it.py", SUITE)
-    run = suite.execute(list(command))
-    assert run.counts == "1 failed, 2 passed"
+    suite = RecordedSuite(root=tmp_path).write(measured=MEASURED).write(test_it=SUITE)
+    run = suite.run(command=command)
+    assert run.summary == "1 failed, 2 passed"
     if "--branch" in command:
-        assert suite.execute([*COVERAGE, "combine"]).returncode == 0
-    assert suite.execute([*COVERAGE, "json", "-o", "found.json"]).returncode == 0
+        assert suite.run(command=[*COVERAGE, "combine"]).returncode == 0
+    assert suite.run(command=[*COVERAGE, "json", "-o", "found.json"]).returncode == 0
     found = json.loads((tmp_path / "found.json").read_text())["files"]["measured.py"]
     assert found["missing_lines"] == [19]
     assert found.get("missing_branches", []) == []

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gang_suite import wait_until
-from rank_suite import DEADLINE_S, Run, Suite
+from gang_suite import DEADLINE_S, RecordedSuite, Run, wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -43,17 +42,17 @@ BREAKPOINTS = """
 
 def stopped(run: Run) -> list[str]:
     """The ranks that had the terminal, in order."""
-    return [line.strip("> ") for line in run.lines if line.startswith(">>") and "rank " in line]
+    return [line.strip("> ") for line in run.printed if line.startswith(">>") and "rank " in line]
 
 
 @pytest.mark.everyday
 def test_the_first_rank_that_fails_stops_and_the_session_goes_on(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=FAILING)
     run = suite.run("--ranks", "2", "--pdb", stdin="p number * 10\nc\n")
     (rank,) = stopped(run)
     assert rank in ("rank 0 of 2", "rank 1 of 2")
-    assert f"(Pdb) {400 + 10 * int(rank[5])}" in run.lines
-    assert ">       assert False" in run.lines[: run.lines.index("(Pdb) ")]
+    assert f"(Pdb) {400 + 10 * int(rank[5])}" in run.printed
+    assert ">       assert False" in run.printed[: run.printed.index("(Pdb) ")]
     assert (run.returncode, run.outcomes) == (
         1,
         {"test_fails": "FAILED", "test_passes": "PASSED"},
@@ -62,32 +61,32 @@ def test_the_first_rank_that_fails_stops_and_the_session_goes_on(tmp_path: Path)
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_breakpoints_stop_one_rank_without_any_option(tmp_path: Path, rank: int) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", BREAKPOINTS)
+    suite = RecordedSuite(root=tmp_path).write(test_it=BREAKPOINTS)
     chosen = ["--pdb-rank", "1"] if rank else []
     typed = ["p number", "b 8", "c", "p number", "!print('to', 'me')", "c", "p 'last'", "c"]
     run = suite.run("--ranks", "2", *chosen, stdin="\n".join(typed) + "\n")
     assert set(stopped(run)) == {f"rank {rank} of 2"}
-    said = [x.removeprefix("(Pdb) ") for x in run.lines if x.startswith("(Pdb) ")]
+    said = [x.removeprefix("(Pdb) ") for x in run.printed if x.startswith("(Pdb) ")]
     assert (said[0], said[3:5], said[6]) == (f"{rank + 40}", [f"{rank + 50}", "to me"], "'last'")
-    assert (run.returncode, run.counts) == (0, "2 passed")
+    assert (run.returncode, run.summary) == (0, "2 passed")
 
 
 def test_trace_stops_at_the_start_of_every_test(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=FAILING)
     run = suite.run("--ranks", "2", "--trace", stdin="n\np number\nc\nc\n")
     assert stopped(run) == ["rank 0 of 2"] * 2
-    assert "(Pdb) 40" in run.lines
-    assert run.counts == "1 failed, 1 passed"
+    assert "(Pdb) 40" in run.printed
+    assert run.summary == "1 failed, 1 passed"
 
 
 @pytest.mark.parametrize("typed", ["q\n", ""], ids=["quit", "end-of-input"])
 def test_quitting_ends_the_session_as_in_plain_pytest(tmp_path: Path, typed: str) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=FAILING)
     run = suite.run("--ranks", "2", "--pdb", stdin=typed)
-    plain = suite.run("--pdb", stdin=typed, RANK="0")
+    plain = suite.run("--pdb", stdin=typed, env={"RANK": "0"})
     for one in (run, plain):
-        assert any("Exit: Quitting debugger" in line for line in one.lines)
-        assert (one.returncode, one.counts) == (pytest.ExitCode.INTERRUPTED, "1 failed")
+        assert any("Exit: Quitting debugger" in line for line in one.printed)
+        assert (one.returncode, one.summary) == (pytest.ExitCode.INTERRUPTED, "1 failed")
 
 
 def test_clocks_stand_still_while_a_rank_is_debugged(tmp_path: Path) -> None:
@@ -106,25 +105,25 @@ def test_clocks_stand_still_while_a_rank_is_debugged(tmp_path: Path) -> None:
             while not meeting.exists():
                 time.sleep(0.01)
     """
-    suite = Suite(root=tmp_path).write("test_it.py", text)
+    suite = RecordedSuite(root=tmp_path).write(test_it=text)
     limits = ("--rank-timeout", "2", "-o", "megatron_rank_grace=2")
     run = suite.run("--ranks", "2", "--pdb", *limits, stdin="!time.sleep(5)\nc\n")
     assert stopped(run) == ["rank 1 of 2"]
-    assert "rank 0: passed" in run.lines
+    assert "rank 0: passed" in run.printed
 
 
 def test_a_rank_that_dies_in_its_debugger_gives_the_terminal_back(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=FAILING)
     typed = "!import os, signal; os.kill(os.getpid(), signal.SIGKILL)\n"
     run = suite.run(
         "--ranks", "2", "--pdb", "--pdb-rank", "1", "-o", "megatron_rank_grace=5", stdin=typed
     )
-    assert any(x.startswith("rank 1: ") and x.endswith("killed by SIGKILL") for x in run.lines)
-    assert run.counts == "1 failed, 1 passed"
+    assert any(x.startswith("rank 1: ") and x.endswith("killed by SIGKILL") for x in run.printed)
+    assert run.summary == "1 failed, 1 passed"
 
 
 def test_on_a_terminal_ctrl_c_interrupts_the_prompt_and_nothing_else(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", FAILING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=FAILING)
     command = suite.command("--ranks", "2", "--pdb", "--pdb-rank", "1")
     pid, terminal = pty.fork()
     if pid == 0:

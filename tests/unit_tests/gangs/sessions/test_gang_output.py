@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from rank_suite import Run, Suite
+from gang_suite import RecordedSuite, Run
 
 PRINTING = """
     import os, signal, sys, time
@@ -58,21 +58,21 @@ KEEPS_STREAMS = """
 
 
 def copied(run: Run) -> list[str]:
-    return [line for line in run.lines if line.startswith("[rank")]
+    return [line for line in run.printed if line.startswith("[rank")]
 
 
 def test_without_capture_the_default_ranks_are_copied(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", PRINTING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=PRINTING)
     run = suite.run("--ranks", "4", "-s", "-v")
     assert run.outcomes == OUTCOMES
-    start = run.lines.index("test_it.py::test_prints ")
-    end = run.lines.index("test_it.py::test_is_killed ")
-    assert sorted(run.lines[start + 1 : end - 1]) == [
+    start = run.printed.index("test_it.py::test_prints ")
+    end = run.printed.index("test_it.py::test_is_killed ")
+    assert sorted(run.printed[start + 1 : end - 1]) == [
         f"[rank{rank}]: {text}"
         for rank in (0, 3)
         for text in (f"err of {rank}", f"out of {rank}", "without an end")
     ]
-    assert run.lines[end - 1].startswith("PASSED")
+    assert run.printed[end - 1].startswith("PASSED")
     assert sorted(copied(run)[6:8]) == ["[rank0]: last words", "[rank3]: last words"]
     assert sorted(copied(run)[8:10]) == ["[rank0]: not captured", "[rank3]: not captured"]
     assert "Captured" not in run.stdout
@@ -84,7 +84,7 @@ def test_without_capture_the_default_ranks_are_copied(tmp_path: Path) -> None:
 @pytest.mark.parametrize("capture", ["fd", "sys", "no"])
 def test_streams_that_a_module_keeps_are_those_of_its_rank(tmp_path: Path, capture: str) -> None:
     """As `logging.basicConfig` keeps the one into which pytest captures the import."""
-    suite = Suite(root=tmp_path).write("test_it.py", KEEPS_STREAMS)
+    suite = RecordedSuite(root=tmp_path).write(test_it=KEEPS_STREAMS)
     run = suite.run("--ranks", "2", "-v", f"--capture={capture}", "--tee-ranks", "none")
     assert run.outcomes == {"test_writes": "PASSED"}, run.stdout
     for rank in range(2):
@@ -101,13 +101,13 @@ def test_streams_that_a_module_keeps_are_those_of_its_rank(tmp_path: Path, captu
 def test_with_capture_only_typed_ranks_are_copied(
     tmp_path: Path, typed: list[str], ranks: list[int]
 ) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", PRINTING)
+    suite = RecordedSuite(root=tmp_path).write(test_it=PRINTING)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmegatron_tee_ranks = 0\n")
     run = suite.run("--ranks", "2", "-k", "fails", *typed)
     assert sorted(copied(run)) == [f"[rank{rank}]: kept of {rank}" for rank in ranks]
     title = " Captured stdout call of rank 1 "
-    (start,) = [n for n, line in enumerate(run.lines) if line.strip("-") == title]
-    assert run.lines[start + 1] == "kept of 1"
+    (start,) = [n for n, line in enumerate(run.printed) if line.strip("-") == title]
+    assert run.printed[start + 1] == "kept of 1"
 
 
 def test_a_flood_is_copied_live_and_whole(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_flood_is_copied_live_and_whole(tmp_path: Path) -> None:
                 number += 1
             print("the last is", number - 1)
     """
-    suite = Suite(root=tmp_path).write("test_it.py", text)
+    suite = RecordedSuite(root=tmp_path).write(test_it=text)
     with suite.start("--ranks", "2", "-s", "--tee-ranks", "1") as process:
         assert process.stdout is not None
         seen = [line for _ in range(100) if (line := process.stdout.readline())]
@@ -140,7 +140,7 @@ def test_colours_are_for_the_terminal_alone(tmp_path: Path) -> None:
         def test_lists(rank):
             assert [1, 2] == [1, 3 + rank]
     """
-    suite = Suite(root=tmp_path).write("test_it.py", failing)
+    suite = RecordedSuite(root=tmp_path).write(test_it=failing)
     run = suite.run("--ranks", "2", "--color", "yes", "--junitxml", "junit.xml")
     assert "\x1b[" in run.stdout
     found = [tmp_path / "junit.xml", *(file for file in run.directory.rglob("*") if file.is_file())]

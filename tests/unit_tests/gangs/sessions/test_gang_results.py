@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from rank_suite import Run, Suite
+from gang_suite import RecordedSuite, Run
 
 from pytest_megatron.base.files import JsonValue
 
@@ -62,7 +62,7 @@ SUITE = """
 
 @pytest.fixture(scope="module", params=[(), ("-n", "1")], ids=["alone", "xdist"])
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    suite = Suite(root=tmp_path_factory.mktemp("results")).write("test_it.py", SUITE)
+    suite = RecordedSuite(root=tmp_path_factory.mktemp("results")).write(test_it=SUITE)
     more: tuple[str, ...] = request.param
     return suite.run(
         "--ranks",
@@ -78,10 +78,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_only_transient_failures_run_again(run: Run) -> None:
-    assert run.counts == "1 failed, 4 passed, 2 skipped, 1 xfailed"
+    assert run.summary == "1 failed, 4 passed, 2 skipped, 1 xfailed"
     assert run.outcomes["test_only_quotes"] == "FAILED"
-    start = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "distributed tests")
-    assert run.lines[start + 1 : start + 3] == [
+    start = next(n for n, line in enumerate(run.printed) if line.strip("- ") == "distributed tests")
+    assert run.printed[start + 1 : start + 3] == [
         "flaky   test_it.py::test_flaky  passed at rerun 1, after port_in_use",
         "flaky   test_it.py::test_dies_twice  passed at rerun 2, after gpu_lost, gpu_lost",
     ]
@@ -135,13 +135,13 @@ def test_run_json_has_every_test_of_a_gang(run: Run) -> None:
 
 
 def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    suite = RecordedSuite(root=tmp_path).write(test_it=SUITE)
     run = suite.run("--ranks", "2", "-k", "flaky")
-    assert run.counts == "1 failed, 7 deselected"
+    assert run.summary == "1 failed, 7 deselected"
     assert run.items["test_flaky"]["problem"] == (
         "[rank 1] RuntimeError: bind: Address already in use at test_it.py:14"
     )
-    again = suite.execute(suite.command("--ranks", "2", "-k", "flaky"))
+    again = suite.run(command=suite.command("--ranks", "2", "-k", "flaky"))
     assert (again.returncode, again.stderr.strip()) == (
         pytest.ExitCode.USAGE_ERROR,
         "ERROR: --run-dir: run holds an earlier run; give another",
@@ -149,9 +149,8 @@ def test_nothing_runs_again_unless_it_was_asked_for(tmp_path: Path) -> None:
 
 
 def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write(
-        "test_it.py",
-        """
+    suite = RecordedSuite(root=tmp_path).write(
+        test_it="""
         import os
         import pathlib
         import subprocess
@@ -170,15 +169,15 @@ def test_two_sessions_do_not_share_a_run_dir(tmp_path: Path) -> None:
                 assert inner.returncode == 4
         """,
     )
-    assert suite.run("--ranks", "2").counts == "1 passed"
+    assert suite.run("--ranks", "2").summary == "1 passed"
 
 
 def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    suite = RecordedSuite(root=tmp_path).write(test_it=SUITE)
     run = suite.run("--ranks", "2", "--device", "cpu", "--plan")
     assert (run.returncode, run.stderr) == (0, "")
-    start = run.lines.index("gangs of 2 ranks on cpu: 6 tests")
-    assert run.lines[start + 1 : start + 3] == [
+    start = run.printed.index("gangs of 2 ranks on cpu: 6 tests")
+    assert run.printed[start + 1 : start + 3] == [
         "gangs of 1 rank on cpu, a gang for each: 1 test",
         "in this process: 1 test",
     ]
@@ -187,7 +186,7 @@ def test_a_plan_says_which_gangs_would_run_what(tmp_path: Path) -> None:
 
 
 def test_a_session_without_gangs_writes_how_it_ended_and_no_items(tmp_path: Path) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    suite = RecordedSuite(root=tmp_path).write(test_it=SUITE)
     suite.run("--ranks", "2", "-k", "of_the_controller")
     run = json.loads((tmp_path / "run" / "run.json").read_text())
     assert ([file.name for file in (tmp_path / "run").iterdir()], run["items"]) == (
@@ -199,27 +198,26 @@ def test_a_session_without_gangs_writes_how_it_ended_and_no_items(tmp_path: Path
 def test_distributed_tests_share_the_limit_of_the_run_and_fail_it_when_flaky(
     tmp_path: Path,
 ) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", SUITE)
+    suite = RecordedSuite(root=tmp_path).write(test_it=SUITE)
     chosen = ("-k", "test_flaky or test_isolated", "--ranks", "2", "--rerun-transient", "2")
     run = suite.run(*chosen, "-o", "megatron_fail_flaky=1", "-o", "megatron_max_retries_per_run=1")
-    assert (run.counts, run.returncode) == ("2 passed, 6 deselected", 1)
-    assert "megatron: 1 item was flaky, and megatron_fail_flaky is set" in run.lines
-    suite.write("test_it.py", SUITE)
+    assert (run.summary, run.returncode) == ("2 passed, 6 deselected", 1)
+    assert "megatron: 1 item was flaky, and megatron_fail_flaky is set" in run.printed
+    suite.write(test_it=SUITE)
     for rank in range(2):
         (tmp_path / f"flaky-{rank}").unlink()
     run = suite.run(*chosen, "-o", "megatron_max_retries_per_run=0")
     assert run.outcomes["test_flaky"] == "FAILED"
-    why = next(n for n, line in enumerate(run.lines) if line.strip("- ") == "not run again")
-    assert run.lines[why + 1] == "the run's 0 further attempts are used up"
+    why = next(n for n, line in enumerate(run.printed) if line.strip("- ") == "not run again")
+    assert run.printed[why + 1] == "the run's 0 further attempts are used up"
 
 
 def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(
     tmp_path: Path,
 ) -> None:
     """Only a rank that died by itself says there why."""
-    suite = Suite(root=tmp_path).write(
-        "test_it.py",
-        """
+    suite = RecordedSuite(root=tmp_path).write(
+        test_it="""
         import sys
         import threading
 
@@ -235,7 +233,7 @@ def test_a_line_in_stderr_makes_neither_a_deadlock_nor_an_exception_transient(
     )
     options = ("--rerun-transient", "1", "--rank-timeout", "2", "-o", "megatron_rank_grace=1")
     run = suite.run("--ranks", "2", *options)
-    assert run.counts == "2 failed"
+    assert run.summary == "2 failed"
     assert {str(record["verdict"]) for record in run.items.values()} == {"failed"}
     for record in run.items.values():
         assert len(cast("list[JsonValue]", record["attempts"])) == 1

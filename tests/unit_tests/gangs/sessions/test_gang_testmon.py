@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from rank_suite import Run, Suite
+from gang_suite import RecordedSuite, Run
 
 pytestmark = pytest.mark.nightly
 
@@ -71,14 +71,14 @@ NAMES = {"test_double", "test_controller", "test_on_rank_1", "test_else"}
 TESTMON = ("--testmon", "--ranks", "2", "--device", "cpu")
 
 
-def suite_in(root: Path) -> Suite:
-    suite = Suite(root=root)
+def suite_in(root: Path) -> RecordedSuite:
+    suite = RecordedSuite(root=root)
     for name, text in FILES.items():
-        suite.write(name, text)
+        suite.write(**{name: text})
     return suite
 
 
-def edit(suite: Suite, name: str, old: str, new: str) -> None:
+def edit(suite: RecordedSuite, name: str, old: str, new: str) -> None:
     path = suite.root / name
     text = path.read_text()
     assert text.count(old) == 1
@@ -104,8 +104,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def suite(recorded: Path, tmp_path: Path) -> Suite:
-    return Suite(root=Path(shutil.copytree(recorded, tmp_path / "suite")))
+def suite(recorded: Path, tmp_path: Path) -> RecordedSuite:
+    return RecordedSuite(root=Path(shutil.copytree(recorded, tmp_path / "suite")))
 
 
 @pytest.mark.everyday
@@ -125,16 +125,16 @@ def suite(recorded: Path, tmp_path: Path) -> Suite:
     ],
 )
 def test_a_change_selects_the_tests_that_executed_it(
-    suite: Suite, name: str, old: str, new: str, selected: set[str]
+    suite: RecordedSuite, name: str, old: str, new: str, selected: set[str]
 ) -> None:
     edit(suite, name, old, new)
     run = suite.run(*TESTMON)
     assert ran(run) == selected
     if selected:
-        assert run.counts == "1 passed, 3 deselected"
+        assert run.summary == "1 passed, 3 deselected"
 
 
-def test_a_test_that_fails_on_one_rank_stays_selected(suite: Suite) -> None:
+def test_a_test_that_fails_on_one_rank_stays_selected(suite: RecordedSuite) -> None:
     edit(suite, "library.py", "return n\n", "return n + 1\n")
     for _ in range(2):
         assert ran(suite.run(*TESTMON), failed=["test_on_rank_1"]) == {"test_on_rank_1"}
@@ -159,15 +159,15 @@ DIES = """
 
 def test_ranks_that_collect_for_themselves_record_and_select(tmp_path: Path) -> None:
     """Those that are started in the middle of a session select as at its beginning."""
-    suite = suite_in(tmp_path).write("test_later.py", DIES)
+    suite = suite_in(tmp_path).write(test_later=DIES)
     collect = ("-o", "megatron_gang_start=collect")  # also those of a gang that replaces another
-    first = suite.run(*TESTMON, *collect, KIND="collect", DIES="1")
+    first = suite.run(*TESTMON, *collect, env={"KIND": "collect", "DIES": "1"})
     assert ran(first, failed=["test_dies"]) == NAMES | {"test_dies", "test_after"}
     edit(suite, "library.py", "return n\n", "return +n\n")
-    second = suite.run(*TESTMON, "-v", KIND="collect")
+    second = suite.run(*TESTMON, "-v", env={"KIND": "collect"})
     assert "every rank collects for itself: RANK in " in second.stdout
     assert ran(second) == {"test_on_rank_1", "test_dies"}
-    assert second.counts == "2 passed, 4 deselected"
+    assert second.summary == "2 passed, 4 deselected"
 
 
 LATE = """
@@ -195,8 +195,8 @@ LATE = """
 def test_a_test_stays_selected_whose_fixture_fails_at_the_end_of_the_session(
     tmp_path: Path,
 ) -> None:
-    suite = Suite(root=tmp_path).write("test_it.py", LATE)
+    suite = RecordedSuite(root=tmp_path).write(test_it=LATE)
     words = (*TESTMON, "-n", "1")
-    first = suite.run(*words, BAD="1")
-    assert first.counts == "2 passed, 1 error"
+    first = suite.run(*words, env={"BAD": "1"})
+    assert first.summary == "2 passed, 1 error"
     assert set(suite.run(*words).outcomes) == {"test_wide", "test_last"}

@@ -34,17 +34,6 @@ def pytest_addoption(parser):
         ("--scope=mr",),
         "def test(request): assert request.config.getoption('--scope') == 'mr'",
     ),
-    "one value in a list": (
-        """
-def pytest_addoption(parser):
-    parser.addoption("--platform", action="store", nargs=1, default=[])
-    parser.addoption("--tag", action="store", nargs=1, default=[])
-def pytest_generate_tests(metafunc):
-    metafunc.parametrize("platform", metafunc.config.option.platform)
-""",
-        ("--tag", "x", "--platform", "docker"),
-        "def test(platform): assert platform == 'docker'",
-    ),
     "a flag where ours has a value, in a group of our name": (
         """
 def pytest_addoption(parser):

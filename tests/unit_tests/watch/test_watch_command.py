@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
-import psutil
 import pytest
-from gang_suite import wait_until
+from gang_suite import processes_with, wait_until
 
 MARK = "WATCHED_PROJECT"
 WAITING = "watch: waiting for a change; Ctrl-C ends"
@@ -107,18 +106,8 @@ class Project:
         assert self.process is not None
         self.process.send_signal(number)
         code = self.process.wait(60)
-        assert self.processes() == []
+        assert processes_with(MARK, str(self.root)) == []
         return code
-
-    def processes(self) -> list[str]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == str(self.root):
-                    found.append(" ".join(process.cmdline()))
-            except psutil.Error:
-                continue
-        return found
 
 
 @pytest.fixture
@@ -132,7 +121,7 @@ def project(tmp_path: Path) -> Iterator[Project]:
         found.process.wait()
         assert found.reader is not None
         found.reader.join()
-    wait_until(lambda: not found.processes(), "everything ends")
+    wait_until(lambda: not processes_with(MARK, str(found.root)), "everything ends")
 
 
 def test_each_edit_starts_one_session(project: Project) -> None:
@@ -206,7 +195,7 @@ def test_a_signal_ends_the_session_and_its_ranks(project: Project, number: int, 
     send = os.killpg if number == signal.SIGINT else os.kill  # as a terminal does
     send(project.process.pid, number)
     assert project.process.wait(60) == code
-    wait_until(lambda: not project.processes(), "everything ends")
+    wait_until(lambda: not processes_with(MARK, str(project.root)), "everything ends")
     assert project.reader is not None
     project.reader.join()  # the output is read to its end
     assert WAITING not in project.told
@@ -233,7 +222,7 @@ def test_a_terminal_ends_everything(project: Project, way: str) -> None:
         else:
             os.close(terminal)
             terminal = -1
-        wait_until(lambda: not project.processes(), "everything ends")
+        wait_until(lambda: not processes_with(MARK, str(project.root)), "everything ends")
     except BaseException:
         os.kill(pid, signal.SIGKILL)  # the tests that follow count processes
         raise

@@ -45,6 +45,18 @@ def wait_until(is_true: Callable[[], bool], what: str) -> None:
         time.sleep(0.01)
 
 
+def processes_with(mark: str, value: str) -> list[Sequence[str]]:
+    """Return the command lines of what runs with a variable."""
+    found: list[Sequence[str]] = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(mark) == value:
+                found.append(process.cmdline())
+        except psutil.Error:
+            continue
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One pytest session that ended.
@@ -194,14 +206,7 @@ class Suite:
 
     def processes(self) -> list[Sequence[str]]:
         """Command lines of what still runs of this suite."""
-        found: list[Sequence[str]] = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == str(self.root):
-                    found.append(process.cmdline())
-            except psutil.Error:
-                continue
-        return found
+        return processes_with(MARK, str(self.root))
 
 
 class RecordedSuite(Suite):

@@ -6,10 +6,9 @@ import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
 import pytest
 from forked_sessions import Session, start_session
-from gang_suite import wait_until
+from gang_suite import processes_with, wait_until
 from junit import junit_results
 
 pytestmark = pytest.mark.nightly
@@ -164,18 +163,9 @@ class Cluster:
         """Return the exit codes in the order of the starts; nothing may be left."""
         codes = [session.wait(DEADLINE_S) for session in self.sessions]
         self.held.close()
-        wait_until(lambda: self.processes() == [], "every process is gone")
+        # What has ended and is not waited for has no command line.
+        wait_until(lambda: not any(processes_with(MARK, str(self.root))), "every process is gone")
         return codes
-
-    def processes(self) -> list[list[str]]:
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == str(self.root):
-                    found.append(process.cmdline())
-            except psutil.Error:
-                continue
-        return [command for command in found if command]
 
 
 def cluster_of(root: Path, suite: str) -> Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
-from gang_suite import processes_with, wait_until
+from gang_suite import processes_with
+from labs import wait_until
 
 MARK = "WATCHED_PROJECT"
 WAITING = "watch: waiting for a change; Ctrl-C ends"
@@ -201,43 +201,3 @@ def test_a_signal_ends_the_session_and_its_ranks(project: Project, number: int, 
     assert WAITING not in project.told
     if number != signal.SIGKILL:
         assert "Interrupt" in "\n".join(project.output)
-
-
-@pytest.mark.parametrize("way", ["Ctrl-C", "closed"])
-def test_a_terminal_ends_everything(project: Project, way: str) -> None:
-    project.write("test_a.py", HANGS)
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.chdir(project.root)
-        command = [*COMMAND, "--ranks", "2", "--device", "cpu"]
-        os.execve(command[0], command, project.env())  # noqa: S606 - a shell does the same
-    shown = b""
-    try:
-        ranks = [project.root / f"began.{rank}" for rank in (0, 1)]
-        wait_until(lambda: all(rank.exists() for rank in ranks), "ranks run")
-        if way == "Ctrl-C":
-            os.write(terminal, b"\x03")
-            while chunk := _read(terminal):
-                shown += chunk
-        else:
-            os.close(terminal)
-            terminal = -1
-        wait_until(lambda: not processes_with(MARK, str(project.root)), "everything ends")
-    except BaseException:
-        os.kill(pid, signal.SIGKILL)  # the tests that follow count processes
-        raise
-    finally:
-        if terminal >= 0:
-            os.close(terminal)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    if way == "Ctrl-C":
-        assert code == 2
-        assert shown.count(b"!!! KeyboardInterrupt !!!") == 1, shown.decode()
-        assert WAITING.encode() not in shown
-
-
-def _read(terminal: int) -> bytes:
-    try:
-        return os.read(terminal, 4096)
-    except OSError:  # as on Linux, where the other side is closed
-        return b""

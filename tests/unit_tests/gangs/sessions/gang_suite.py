@@ -9,8 +9,7 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,12 +17,12 @@ from xml.etree import ElementTree as ET
 
 import psutil
 from forked_sessions import run_command, run_session
+from labs import wait_until
 from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
 
 MARK = "GANG_SUITE"  # in the environment of every process of a suite
-DEADLINE_S = 60.0
 # A conftest with which ranks collect for themselves.
 READS_RANK = """
     import os
@@ -34,15 +33,6 @@ READS_RANK = """
 WITHOUT_TORCH = {"PYTHONPATH": str(Path(__file__).parents[3] / "without_torch")}
 _LINE = re.compile(r"^(\S+::\S+) ((?:SUB)?(?:PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR)|RERUN)(.*)$")
 _PROGRESS = re.compile(r"\s*\[ *\d+%\]$")
-
-
-def wait_until(is_true: Callable[[], bool], what: str) -> None:
-    """Wait for a handshake."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {DEADLINE_S:g} s: {what}")
-        time.sleep(0.01)
 
 
 def processes_with(mark: str, value: str) -> list[Sequence[str]]:

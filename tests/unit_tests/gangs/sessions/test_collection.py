@@ -46,17 +46,9 @@ def test_a_row_has_a_node_id_that_tells_it_apart(project: Project) -> None:
 
 SELECTIONS = {
     "mark of the environment": (["-m", "lts"], ["large[lts-cpu]"]),
-    "mark of the scope": (["-m", "L2"], ["small[dev-cpu-L2]"]),
-    "mark of the model": (["-m", "not gpt"], []),
-    "mark of the tag": (["-m", "latest and dev"], ["large[dev-cpu]"]),
     "mark with a name": (["-m", "platform(name='dgx_a100')"], ["far[dev-dgx_a100]"]),
-    "-k": (["-k", "small and L2"], ["small[dev-cpu-L2]"]),
     "scope by its alias": (["--scope", "nightly"], ["small[dev-cpu-L2]"]),
-    "scope by its tier": (["--scope", "L2"], ["small[dev-cpu-L2]"]),
-    "environment": (["--environment", "lts"], ["large[lts-cpu]"]),
-    "platform": (["--platform", "dgx_a100"], ["far[dev-dgx_a100]"]),
     "two": (["--tag", "latest", "--environment", "dev"], ["large[dev-cpu]"]),
-    "comma list": (["--test-case", "far,off"], ALL[-2:]),
     "repeated": (["--test-case", "far", "--test-case", "off"], ALL[-2:]),
     "with -k": (["--scope", "nightly", "-k", "dev"], ["small[dev-cpu-L2]"]),
 }

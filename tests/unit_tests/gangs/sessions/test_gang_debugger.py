@@ -11,7 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gang_suite import DEADLINE_S, RecordedSuite, Run, wait_until
+from gang_suite import RecordedSuite, Run
+from labs import DEADLINE_S, wait_until
 
 pytestmark = pytest.mark.nightly
 

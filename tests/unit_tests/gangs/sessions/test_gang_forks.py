@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -40,69 +39,6 @@ RETURNS = """
     def test_after_{number}():
         pass
 """
-CHILDREN = """
-    @pytest.mark.parametrize(
-        ("end", "code"),
-        [
-            (lambda: None, 0),
-            (lambda: pytest.fail("in a child"), 1),
-            (lambda: 1 / 0, 1),
-            (lambda: sys.exit(3), 3),
-            (lambda: sys.exit(), 0),
-            (lambda: sys.exit("text"), 1),
-            (lambda: pytest.exit("in a child"), 1),
-            (lambda: pytest.skip("in a child"), 1),
-        ],
-        ids="returns fails raises exits exits_well exits_text ends_pytest skips".split(),
-    )
-    def test_child(end, code):
-        pid = os.fork()
-        if pid == 0:
-            return end()
-        assert code_of(pid) == code
-
-    def test_nobody_waits():
-        if os.fork() == 0:
-            return
-
-    @pytest.fixture
-    def outer():
-        owner = os.getpid()
-        yield
-        assert owner == os.getpid()
-
-    @pytest.fixture
-    def sets_up(outer):
-        pid = os.fork()
-        yield pid
-        assert pid
-
-    def test_child_of_a_setup(sets_up, tmp_path):
-        assert code_of(sets_up) == 0
-
-    @pytest.fixture
-    def tears_down(outer):
-        yield
-        pid = os.fork()
-        if pid:
-            assert code_of(pid) != 0
-
-    def test_child_of_a_teardown(tears_down):
-        pass
-
-    @pytest.fixture
-    def fails_to_tear_down(outer):
-        yield
-        pid = os.fork()
-        if pid == 0:
-            raise ValueError("in a child")
-        assert code_of(pid) != 0
-        raise ValueError("in the rank")
-
-    def test_failing_teardown(fails_to_tear_down):
-        pass
-
-"""
 
 
 def suite_of(root: Path, **files: str) -> Suite:
@@ -121,15 +57,6 @@ def test_the_parent_decides(tmp_path: Path, size: int, how: str) -> None:
     expected |= {f"test_after_{n}": "PASSED" for n in range(len(ENDS))}
     assert run.words == expected, run.stdout
     assert run.stdout.count("came back through pytest") >= size
-
-
-def test_children_end_where_they_come_back(tmp_path: Path) -> None:
-    """They have the exit codes of a program, and end no fixture of their parent."""
-    run = suite_of(tmp_path, test_children=CHILDREN).run("-v", "--ranks=2")
-    words = {name: word for name, word in run.words.items() if word != "PASSED"}
-    assert words == {"test_failing_teardown": "PASSED ERROR"}, run.stdout
-    num_reports = len(re.findall(r"::test_\S+ PASSED", run.stdout))
-    assert num_reports == len(run.words)
 
 
 def test_children_of_the_controller_run_no_further_tests(tmp_path: Path) -> None:

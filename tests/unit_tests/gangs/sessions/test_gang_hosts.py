@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite, wait_until
+from gang_suite import Suite
+from labs import wait_until
 
 pytestmark = pytest.mark.nightly
 

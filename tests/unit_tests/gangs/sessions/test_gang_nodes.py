@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 from forked_sessions import Session, start_session
-from gang_suite import processes_with, wait_until
+from gang_suite import processes_with
 from junit import junit_results
+from labs import wait_until
 
 pytestmark = pytest.mark.nightly
 
@@ -258,19 +259,6 @@ def test_a_killed_controller_ends_every_node(tmp_path: Path) -> None:
     assert cluster.output(1).count(gone) == 1
     assert "Traceback" not in cluster.output(1)
     assert "INTERNALERROR" not in cluster.output(1)
-
-
-def test_nodes_with_different_keys_do_not_meet(tmp_path: Path) -> None:
-    cluster = cluster_of(tmp_path, HANGING)
-    controller = cluster.start(0)
-    cluster.start(1, PYTEST_MEGATRON_KEY="another")
-    wait_until(lambda: "a node with another key was refused" in cluster.output(0), "node 0 says so")
-    assert cluster.sessions[1].wait(DEADLINE_S) == 3
-    advice = "set PYTEST_MEGATRON_KEY to the same text on every node"
-    assert f"has another key than this node; {advice}" in cluster.output(1)
-    controller.send_signal(signal.SIGINT)
-    assert cluster.wait() == [2, 3]
-    assert "Traceback" not in cluster.output(1)
 
 
 def test_nodes_that_collect_different_tests_say_so(tmp_path: Path) -> None:

@@ -191,18 +191,6 @@ def test_a_limit_of_the_call_alone_does_not_shorten_that_of_fixtures(
     assert run.words == {"test_slow_fixtures": "PASSED", "test_slow_phases": "ERROR"}
 
 
-@pytest.mark.parametrize("how", ["--session-timeout=1", "ini"])
-def test_the_limit_of_a_session_is_looked_at_between_tests(tmp_path: Path, how: str) -> None:
-    test = "def test_{}(): threading.Event().wait(1.5)"
-    suite = Suite(tmp_path).write(
-        test_long="\n".join(["import threading", *map(test.format, "abc")]),
-        **{"pytest.ini": f"[pytest]\n{'session_timeout = 1' if how == 'ini' else ''}\n"},
-    )
-    run = suite.run("-v", "--ranks=2", *([] if how == "ini" else [how]))
-    assert run.words == {"test_a": "PASSED"}
-    assert "session-timeout: 1.0 sec exceeded" in run.stdout
-
-
 # Source: pytest-random-order 1.2.0, random_order/plugin.py and xdist.py; pytest-metadata 3.1.1.
 WANTS_CONTROLLER = """
     import os

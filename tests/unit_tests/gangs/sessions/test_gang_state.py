@@ -228,35 +228,6 @@ def test_what_a_test_leaves_in_its_rank_harms_no_other_and_is_told(tmp_path: Pat
     assert [one["end"] for one in attempts if not one["is_gang_kept"]] == ["done"] * 3
 
 
-LEAVES_RANKS = """
-    import os
-
-    import torch.distributed as dist
-
-    def test_leaves_none(process_group):
-        dist.destroy_process_group()
-        for name in os.environ:
-            if name.startswith(("TORCHELASTIC_", "ROLE_", "GROUP_", "MASTER_", "OMP_")):
-                del os.environ[name]
-
-
-    def test_innocent(process_group, rank):
-        assert process_group.size() == 2
-        assert os.environ["ROLE_RANK"] == str(rank)
-        assert os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True"
-        assert os.environ["OMP_NUM_THREADS"]
-"""
-
-
-def test_variables_are_put_back(tmp_path: Path) -> None:
-    suite = Suite(tmp_path).write(test_leaves=LEAVES_RANKS)
-    run = suite.run("-v", "--ranks=2", "--device=cpu")
-    words = dict.fromkeys(("test_leaves_none", "test_innocent"), "PASSED")
-    assert run.words == words, run.stdout
-    (told,) = [text for name, text in _WARNING.findall(run.stdout) if "leaves_none" in name]
-    assert "TORCHELASTIC_USE_AGENT_STORE unset" in told
-
-
 LEAVES_STREAMS = """
     import io
     import os

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gang_suite import READS_RANK, Suite, wait_until
+from gang_suite import READS_RANK, Suite
+from labs import wait_until
 
 pytestmark = pytest.mark.nightly
 

@@ -8,7 +8,8 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from gang_suite import Suite, wait_until
+from gang_suite import Suite
+from labs import wait_until
 
 from pytest_megatron.gpu.host import Gpu, is_awaited, lease_gpus
 

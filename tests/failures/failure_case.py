@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -19,7 +18,7 @@ class Case:
     """One staged failure, or one sound run.
 
     Attributes:
-        id: Its name; a digest of it says which half of the matrix it is in.
+        id: Its name.
         fault: The way that the training goes wrong.
         families: The right answers; several where the logs allow them; none for a sound run.
         may_be_silent: Whether the logs need not show that anything failed.
@@ -56,11 +55,6 @@ class Case:
     @property
     def guilty_text(self) -> str:
         return ",".join(map(str, self.guilty)) or "all"
-
-    @property
-    def is_held_out(self) -> bool:
-        """Whether it is in the half that nothing was tuned on."""
-        return hashlib.sha256(self.id.encode()).digest()[0] % 2 == 1
 
 
 # Rows of the catalogue that no rule should be asked to tell apart from one another.

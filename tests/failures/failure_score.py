@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,6 @@ class Judged:
         found = self.answer or Answer()
         return {
             "id": self.case.id,
-            "is_held_out": self.case.is_held_out,
             "expected": {
                 "families": list(self.case.families),
                 "root": self.case.root,
@@ -155,28 +154,17 @@ def table(results: Sequence[Judged]) -> tuple[str, bool]:
         ("genuine, not called transient", lambda r: r.case.chance == "genuine", "transient"),
         ("sound, not called a failure", lambda r: r.case.chance == "innocent", "family"),
     ]
-    lines = [f"{'':32}{'all':>16}{'tuned on':>16}{'held out':>16}"]
-    is_good = True
+    lines, is_good = [], True
     for name, counts, problem in rows:
         counted = [result for result in results if counts(result)]
         num_right = sum(problem not in result.problems for result in counted)
         aim = AIM if name in ("family", "root rank") else 1.0
         is_good &= num_right >= aim * len(counted)
-        lines.append(name.ljust(32) + "".join(_scores(counted, problem)))
+        lines.append(f"{name:32}{_share(num_right, len(counted)):>16}")
     called = [r for r in results if r.case.chance == "transient"]
     num = sum(r.answer is not None and r.answer.transient for r in called)
     lines.append(f"{'transient, called transient':32}{_share(num, len(called)):>16}")
     return "\n".join(lines), is_good
-
-
-def _scores(counted: Sequence[Judged], problem: str) -> Iterable[str]:
-    halves = [
-        counted,
-        [result for result in counted if not result.case.is_held_out],
-        [result for result in counted if result.case.is_held_out],
-    ]
-    for half in halves:
-        yield f"{_share(sum(problem not in r.problems for r in half), len(half)):>16}"
 
 
 def _share(num: int, whole: int) -> str:

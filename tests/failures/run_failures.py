@@ -3,10 +3,10 @@
     python tests/failures/run_failures.py [--device cuda] [--only ID,...] [--jobs 2] [--keep DIR]
 
 Every case runs real processes; its expectation (family, root rank, genuine or transient) stands
-beside it in `failure_cases.py`. Prints a line for each case and a table of the scores, of the half
-that rules were tuned on and of the half that was held out. Exits with 1 where a score is below the
-aim: family and root rank 95 %, no genuine failure called transient, no sound run called a failure.
-With `--keep` all logs stay there with `results.json`, and `--judge-only` judges them once more.
+beside it in `failure_cases.py`. Prints a line for each case and a table of the scores. Exits with 1
+where a score is below the aim: family and root rank 95 %, no genuine failure called transient, no
+sound run called a failure. With `--keep` all logs stay there with `results.json`, and
+`--judge-only` judges them once more.
 """
 
 from __future__ import annotations

@@ -32,7 +32,6 @@ import math
 import os
 import pty
 import re
-import resource
 import select
 import shutil
 import subprocess
@@ -258,13 +257,11 @@ class Scratch:
 
     Attributes:
         cwd: Where the next command is typed.
-        spent: CPU seconds of each command that was typed.
     """
 
     def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.cwd = directory
-        self.spent: list[tuple[float, str]] = []
         self._variables = directory.with_name(f"{directory.name}.variables")
         outer = {k: v for k, v in os.environ.items() if not k.startswith(_STATE_VARIABLES)}
         scripts = f"{Path(sys.executable).parent}{os.pathsep}"
@@ -286,10 +283,8 @@ class Scratch:
             f"[ ! -e {kept} ] || source {kept} 2> /dev/null\n"
             f"trap 'code=$?; declare -p > {kept}; echo; echo \"@$PWD\"; exit $code' EXIT\n{command}"
         )
-        before = _children_s()
         start = _typed if answers else _piped
         code, printed = start([_SHELL, "-c", script], self.cwd, self._env, answers)
-        self.spent.append((_children_s() - before, command))
         output, _, directory = printed.rstrip("\n").rpartition("\n@")
         self.cwd = Path(directory)
         return code, output
@@ -308,11 +303,6 @@ class Scratch:
 
 _WHO = ("AUTHOR", "COMMITTER")
 _WHAT = ("NAME", "EMAIL")
-
-
-def _children_s() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
 
 
 def _piped(
@@ -368,14 +358,9 @@ def _typed(
 
 
 class Pages:
-    """Runs pages; what one of them keeps for others is made once.
-
-    Attributes:
-        spent: CPU seconds, page and text of each command that was typed.
-    """
+    """Runs pages; what one of them keeps for others is made once."""
 
     def __init__(self, directory: Path) -> None:
-        self.spent: list[tuple[float, str, str]] = []
         self._directory = directory
         self._problems: dict[str, list[str]] = {}
 
@@ -415,7 +400,6 @@ class Pages:
                     yield from _run_block(step, scratch, page.name)
                 case Block():
                     pass
-        self.spent += [(seconds, page.name, command) for seconds, command in scratch.spent]
 
     def _use_agent(self, scratch: Scratch, need: str) -> None:
         """Have torch's agent, alone, replaced by that of tests from here on."""

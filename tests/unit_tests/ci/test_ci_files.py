@@ -113,27 +113,12 @@ def test_files_are_sound_for_linters(table: str) -> None:
     assert code == 0, output
 
 
-def test_actions_are_pinned_and_permissions_least() -> None:
+def test_permissions_are_least() -> None:
     ci("init")
-    text = GITHUB_FILE.read_text()
-    uses = re.findall(r"uses: (.*)", text)
-    assert uses
-    assert all(re.fullmatch(r"actions/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", use) for use in uses)
     workflow = github()
     jobs = cast("dict[str, dict[str, JsonValue]]", workflow["jobs"])
-    assert (workflow["permissions"], {str(job["permissions"]) for job in jobs.values()}) == (
-        {},
-        {"{'contents': 'read'}"},
-    )
-    assert all("timeout-minutes" in job for job in jobs.values())
-
-
-def test_no_text_of_an_event_becomes_part_of_a_script() -> None:
-    ci("init")
-    jobs = cast("dict[str, dict[str, list[dict[str, str]]]]", github()["jobs"])
-    scripts = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
-    assert len(scripts) == 12
-    assert not [script for script in scripts if "${{" in script]
+    permissions = {str(job["permissions"]) for job in jobs.values()}
+    assert (workflow["permissions"], permissions) == ({}, {"{'contents': 'read'}"})
 
 
 def test_nightly_and_weekly_really_run() -> None:

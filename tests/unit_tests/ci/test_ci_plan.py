@@ -488,13 +488,6 @@ def test_every_error_of_the_recipes_is_told(project: Path) -> None:
     ]
 
 
-def test_the_profile_of_megatrons_parser_may_be_asked_for(project: Path) -> None:
-    text = RECIPE.replace("[dgx_h100, dgx_gb200]", '["dg  x_h100"]')
-    write(project / "recipes/gpt.yaml", text)
-    assert invoke("--only", "workloads").exit_code == 2
-    assert names("--only", "workloads", "--recipe-profile", "compat") == ["slim dg  x_h100"]
-
-
 EXPLAINED = """\
 scope L1, cadence pr, 5 repeats, full, environment dev, platform dgx_h100, image dev
 because of rule 'CI workload': event push, ref refs/heads/main

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pytest_megatron.base.text import code, escaped, fenced, plain, within_limit
+from pytest_megatron.base.text import code, escaped, fenced, plain
 from pytest_megatron.ci.summary.merge import merge
 from pytest_megatron.ci.summary.model import ItemCause, JobItem, JobRun
 from pytest_megatron.ci.summary.render import (
@@ -96,8 +96,3 @@ def test_failures_of_the_code_come_first_and_one_cause_is_told_once() -> None:
 )
 def test_texts_in_markdown(shown: str, expected: str) -> None:
     assert shown == expected
-
-
-def test_annotations_beyond_ten_are_counted() -> None:
-    assert within_limit(["x"] * 10, "y") == ["x"] * 10
-    assert within_limit(["x"] * 11, "y")[9:] == ["x", "::notice::1 more failure: y"]

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -114,25 +114,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sample", action="store_true", help="the few that CI asks")
     parser.add_argument("--only", default="", help="names, with commas between them")
-    parser.add_argument("--kind", choices=("bugs", "layouts", "all"), default="all")
-    parser.add_argument("--json", type=Path, help="file for the marks")
     parser.add_argument("--keep", type=Path, help="directory for the traces")
     asked = parser.parse_args()
     names = set(SAMPLE if asked.sample else filter(None, asked.only.split(",")))
-    questions = [
-        one
-        for one in all_questions()
-        if (not names or names & {one.name, one.pair.name})
-        and asked.kind in ("all", "layouts" if one.bug is None else "bugs")
-    ]
+    questions = [one for one in all_questions() if (not names or names & {one.name, one.pair.name})]
     with tempfile.TemporaryDirectory() as scratch:
         root = asked.keep or Path(scratch)
         start = time.monotonic()
         marks = ask(questions, root)
         print("\n".join(table(marks)))
         print(f"{len(marks)} rows in {time.monotonic() - start:.0f} s")
-        if asked.json is not None:
-            asked.json.write_text(json.dumps([asdict(mark) for mark in marks], indent=1) + "\n")
     return 0 if all(mark.is_passed for mark in marks) else 1
 
 

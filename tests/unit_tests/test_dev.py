@@ -34,37 +34,6 @@ def test_an_old_python_can_read_it() -> None:
     ast.parse(DEV.read_text(encoding="utf-8"), feature_version=(3, 7))
 
 
-# Runs `dev.py` with an environment that is there already, whose pytest prints its arguments.
-@pytest.mark.parametrize(
-    ("typed", "passed"),
-    [
-        ([], ["recipes", "--tag", "smoke"]),
-        (["--all"], ["recipes"]),
-        (["--all", "-n", "2"], ["recipes", "-n", "2"]),
-        (["--platform", "cpu"], ["recipes", "--platform", "cpu"]),
-        (["recipes/gpt.yaml::tp2[dev-cpu]"], ["recipes/gpt.yaml::tp2[dev-cpu]"]),
-    ],
-)
-def test_recipes_are_the_smoke_tier_unless_more_is_typed(
-    tmp_path: Path, typed: list[str], passed: list[str]
-) -> None:
-    fake = tmp_path / "bin" / "pytest"
-    fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\nexit 1\n')
-    fake.chmod(0o755)
-    ended = subprocess.run(
-        [sys.executable, str(DEV), "recipes", *typed],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTEST_MEGATRON_VENV": str(tmp_path), "PATH": "/usr/bin:/bin"},
-    )
-    lines = ended.stdout.splitlines()
-    assert ended.returncode == 1
-    assert lines[: 2 + len(passed)] == ["-p", "megatron", *passed]
-    assert len(lines) - 2 - len(passed) == (0 if typed else 3)  # what to try next
-
-
 def test_the_smoke_tier_is_a_workload_of_one_rank_and_one_of_two() -> None:
     workloads = [w for file in (DEV.parent / "recipes").iterdir() for w in load_recipe(file)]
     smoke = [w for w in workloads if w.tag == "smoke" and w.platform == "cpu"]

@@ -12,7 +12,6 @@ import pytest
 from plugin_cases import CASES, SAMPLE
 
 from pytest_megatron.cli import group
-from pytest_megatron.triage.signatures import builtin_table
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
@@ -102,16 +101,6 @@ def marked_tables() -> Iterator[tuple[str, str]]:
 def test_a_table_of_the_site_is_made_from_its_data(script: str, function: str) -> None:
     rows = [row for row in runpy.run_path(str(REFERENCE / script))[function]() if row[:1] == "|"]
     assert len(rows) > len(("head", "line"))
-
-
-def test_the_site_has_every_signature_and_family() -> None:
-    script = runpy.run_path(str(REFERENCE / "triage_tables.py"))
-    assert [row.split("`")[1] for row in list(script["signatures"]())[2:]] == [
-        signature.id for signature in builtin_table().signatures
-    ]
-    assert list(script["families"]())[2:] == [
-        f"| `{name}` | {meaning} |" for name, meaning in sorted(builtin_table().families.items())
-    ]
 
 
 def test_messages_that_a_question_begins_with_are_printed() -> None:

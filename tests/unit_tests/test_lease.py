@@ -113,13 +113,6 @@ def test_a_lock_file_that_is_a_link_is_refused(lease_directory: Path, tmp_path: 
     assert not (tmp_path / "made").exists()
 
 
-def test_a_lock_file_that_is_a_fifo_is_refused(lease_directory: Path) -> None:
-    lease_directory.mkdir()
-    os.mkfifo(lease_directory / "GPU-0.lock")
-    with pytest.raises(LaunchError, match="is no regular file, expected a lock file"):
-        lease_gpus(GPUS, 1, never)
-
-
 def test_a_shared_directory_that_is_a_link_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,13 +98,3 @@ def test_a_command_is_completed_without_importing_any() -> None:
     assert "plain,triage" in names
     loaded = {name for name in modules.split() if name.startswith("pytest_megatron.")}
     assert {name for name in loaded if name.endswith("command")} == {"pytest_megatron.base.command"}
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_script(shell: str) -> None:
-    script = completed(f"{shell}_source", "pytest-megatron")
-    assert f"_PYTEST_MEGATRON_COMPLETE={shell}_complete" in script
-
-
-def test_fish_and_zsh_show_what_a_command_does() -> None:
-    assert "expand\tPrint the workloads" in completed("fish_complete", "pytest-megatron", "exp")

@@ -79,10 +79,3 @@ def test_what_is_named_runs_whatever_its_tier(
     project: Path, words: list[str], those: list[str]
 ) -> None:
     assert run(project, "--tier", "everyday", *words)[0] == those
-
-
-def test_an_id_that_no_test_has_is_an_error(project: Path) -> None:
-    (project / "tests/test_one.py").write_text(TESTS.replace('("b")', '("d")'))
-    passed, printed = run(project, "--tier", "everyday", "-n", "0")
-    assert passed == []
-    assert "test_one.py::test_matrix[a]: its mark everyday names 'd', no id" in printed

@@ -48,12 +48,6 @@ def no_gpu_of_that_number(staged: Staged) -> None:
     staged.env["CUDA_VISIBLE_DEVICES"] = "7"
 
 
-@stage("cuda-does-not-start", "Error 803.*restart the machine")
-def driver_updated_under_a_running_container(staged: Staged) -> None:
-    staged.driver("570.26")
-    staged.torch(cuda_problem="Error 803: system has unsupported display driver / cuda driver")
-
-
 @stage("gpus-not-seen", "has 8 GPUs, torch sees 2; CUDA_VISIBLE_DEVICES is '0,1,9'")
 def gpus_that_are_not_there(staged: Staged) -> None:
     staged.driver("570.26", num_gpus=8)
@@ -95,14 +89,6 @@ def directory_of_that_name_where_python_starts(staged: Staged) -> None:
     staged.torch()
     (staged.project / "torch").mkdir()
     (staged.project / "torch/__init__.py").write_text("")
-
-
-@stage("torch-does-not-import", "No module named 'torch._C'")
-def sources_of_torch_on_the_python_path(staged: Staged) -> None:
-    staged.torch()
-    (staged.root / "pytorch/torch").mkdir(parents=True)
-    (staged.root / "pytorch/torch/__init__.py").write_text("from torch._C import *\n")
-    staged.env["PYTHONPATH"] = str(staged.root / "pytorch")
 
 
 @stage("torch-replaced", "brought torch 2.9.0a0\\+50eac811a6.nv25.09, and .* has 2.8.0\\+cu128")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
-import subprocess
 import venv
 from pathlib import Path
 
@@ -54,17 +52,6 @@ def test_a_sound_environment_has_only_notes_on_what_could_be_added(staged: Stage
     notes = [finding for finding in found if finding.rule.id not in REAL]
     assert [finding.rule.id for finding in notes] == ["compiled-missing"] * 6
     assert "NVTE_PYTORCH_FORCE_BUILD=TRUE" in notes[0].fix
-
-
-def test_what_doctor_says_of_the_owner_of_a_checkout_fixes_it(staged: Staged) -> None:
-    staged.torch()
-    staged.git()
-    assert "git-owner" not in rules_found(staged)
-    staged.env["GIT_TEST_ASSUME_DIFFERENT_OWNER"] = "1"
-    found = examine(staged.places, with_collective=False).findings
-    (fix,) = [finding.fix for finding in found if finding.rule.id == "git-owner"]
-    subprocess.run(shlex.split(fix), check=True, env=staged.env)
-    assert "git-owner" not in rules_found(staged)
 
 
 def rules_found(staged: Staged) -> list[str]:

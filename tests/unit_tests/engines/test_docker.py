@@ -38,7 +38,6 @@ from pytest_megatron.workloads.engine.api import (
 from pytest_megatron.workloads.engine.api import TroubleKind as Kind
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan
 from pytest_megatron.workloads.training.run.runner import AttemptListener, Progress
-from pytest_megatron.workloads.verdict.driver import FiniteLosses
 
 pytestmark = pytest.mark.nightly
 
@@ -218,16 +217,6 @@ def test_a_time_limit_is_the_workload_s_own(place: Place) -> None:
     assert [end.end for end in outcome.ends] == [End.TIME_LIMIT]
 
 
-def test_a_training_with_a_loss_that_is_not_finite_is_ended(place: Place) -> None:
-    written = '{"step": 1, "lm loss": NaN}\n{"step": 2, "lm loss": 1.0}\n'
-    there = "$(ls -td run/item-*/repeat_1/attempt_1/phase_1 | head -n 1)/metrics.jsonl"
-    order = place.order(*bash(f"printf '{written}' > {there}; exec sleep 300"))
-    outcome = place.run(replace(order, losses=FiniteLosses(names=("lm loss",))))
-    (end,) = outcome.ends
-    problem = "lm loss is nan at step 1, the first that is not finite"
-    assert (end.end, end.problem, outcome.trouble) == (End.STOPPED, problem, None)
-
-
 def test_memory_that_is_used_up_is_told_from_a_crash(place: Place) -> None:
     engine = place.engine(memory="400m")
     order = place.order(sys.executable, "-c", "x = bytearray(1 << 30)")
@@ -256,12 +245,6 @@ def test_a_container_that_somebody_kills_is_lost_and_one_that_is_stopped_cancell
     assert kind_of(place.run(place.order(*HANG, listener=OnLines(kill)))) is Kind.LOST
     assert kind_of(place.run(place.order(*HANG, listener=OnLines(remove)))) is Kind.LOST
     assert kind_of(place.run(place.order(*HANG, listener=OnLines(stop)))) is Kind.CANCELLED
-
-
-def test_a_container_knows_its_own_name_on_the_host_s_network(place: Place) -> None:
-    program = "import socket; socket.gethostbyname(socket.gethostname())"
-    outcome = place.run(place.order(sys.executable, "-c", program), place.engine(network="host"))
-    assert [end.returncode for end in outcome.ends] == [0]
 
 
 def test_ctrl_c_ends_the_container_first(place: Place) -> None:

@@ -9,7 +9,6 @@ import pytest
 from pytest_megatron.engines.slurm.states import (
     SQUEUE_FORMAT,
     SlurmJob,
-    detail_of,
     expand_hosts,
     parse_squeue,
     phase_of,
@@ -160,12 +159,3 @@ def test_a_job_that_ended_before_it_had_nodes_never_started() -> None:
 def test_reasons_that_no_waiting_helps(reason: str, *, is_final: bool) -> None:
     job = SlurmJob(job_id=41, state="PENDING", reason=reason)
     assert (why_never(job) is not None) is is_final
-
-
-def test_what_a_person_is_told_of_a_job() -> None:
-    waits = SlurmJob(job_id=41, state="PENDING", reason="Resources", start=START)
-    runs = SlurmJob(job_id=42, state="RUNNING", nodes="node[1-2]", start=START)
-    assert [detail_of(waits), detail_of(runs)] == [
-        "job 41 waits: Resources, expected to start at 09:30",
-        "job 42 runs on node[1-2] since 09:30",
-    ]

@@ -12,7 +12,7 @@ import psutil
 import pytest
 from labs import SlurmLab
 from slurm_orders import Run
-from test_tasks import Step, paused, plan_of, spec_of, wait_for
+from test_tasks import Step, paused, wait_for
 from typing_extensions import override
 from worker_engine import AlwaysAgain, Silent, WorkerEngine
 
@@ -82,27 +82,6 @@ def test_a_gpt_on_two_nodes_has_the_curve_of_its_golden(
     assert not judge(training, golden, ComparisonPolicy.STRICT, facts).failed
     logs = training.attempts[0].dirs.phase(1).logs
     assert sorted(path.name for path in logs.iterdir()) == ["0", "1"]
-
-
-def test_launchers_under_srun_make_one_training(slurm_lab: SlurmLab, tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, plan_of(tmp_path, (), 2, 2))
-    write_spec(tmp_path / "spec.json", spec)
-    words = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=2", "--time=2")
-    worker = (
-        sys.executable,
-        "-m",
-        "pytest_megatron.engines.worker",
-        str(tmp_path / "spec.json"),
-    )
-    done = slurm_lab.run(*words, *worker, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "[rank3]: rank 3 has met 4" in done.stdout.splitlines()
-    record = read_record(spec.outcome)
-    assert record is not None
-    assert (len(record.hosts), record.trouble) == (2, None)
-    found = Step(root=tmp_path, tasks=[])
-    assert [found.shown(rank, "LOCAL_RANK") for rank in range(4)] == ["0", "1", "0", "1"]
-    assert {found.shown(rank, "CUDA_VISIBLE_DEVICES") for rank in range(4)} == {"0,1"}
 
 
 class Job(Step):

@@ -74,18 +74,6 @@ def test_a_job_with_a_checkout_of_its_own_says_what_is_other_there(project: Proj
     assert found == [[], ["HEAD,", "train.py"]]
 
 
-def test_a_failed_rank_is_named_as_here(project: Project) -> None:
-    project.add("crash", "crash@3:1")
-    context = context_of(project)
-    engine = WorkerEngine(context)
-    crash = train(
-        check_job(job_of(project, "crash")), context.facts, Silent(), AlwaysAgain(), engine
-    )
-    assert crash.attempts[0].cause is not None
-    assert crash.attempts[0].cause.rank == 1
-    assert engine.exit_codes == [1]
-
-
 def test_a_spec_is_for_its_owner_and_has_nothing_of_the_controller(project: Project) -> None:
     project.add("sound")
     os.environ["OF_THE_CONTROLLER"] = "secret"

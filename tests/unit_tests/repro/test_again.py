@@ -175,19 +175,6 @@ def test_who_trusts_a_run_gets_its_variables_but_those_of_the_machine(tmp_path: 
     }
 
 
-def test_options_of_an_artifact_are_chosen_from_what_we_know(tmp_path: Path) -> None:
-    options: JsonValue = {
-        "golden_policy": "/opt/evil.py",
-        "gang_start": "collect; evil",
-        "tensor_trace": "hash; evil",
-        "signatures": ["/opt/evil.toml"],
-        "basetemp": "/home",
-    }
-    for record in (a_test(), a_row()):
-        words = made(chosen_of(tmp_path, record, options=options)).argv
-        assert not any("evil" in word or "home" in word for word in words)
-
-
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
@@ -239,12 +226,6 @@ def test_what_was_given_is_given_back_whole(tmp_path: Path, record: dict[str, Js
     given += ["--megatron-tensor-trace", "full", "--megatron-leaks"]
     given += ["-o", "megatron_signatures=a.toml,b.toml"]
     assert list(words[-1 - len(given) : -1]) == given
-
-
-def test_null_and_false_of_an_earlier_version_are_not_given(tmp_path: Path) -> None:
-    options: JsonValue = {"lightweight": False, "tensor_trace": None, "golden": "check"}
-    again = made(chosen_of(tmp_path, a_row(), options=options))
-    assert again == made(chosen_of(tmp_path, a_row()))
 
 
 def test_a_policy_and_signatures_of_the_project_are_those_of_the_checkout(tmp_path: Path) -> None:

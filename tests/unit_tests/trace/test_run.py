@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from forked_programs import Program, run_programs
@@ -73,16 +69,3 @@ def test_a_program_is_traced_as_it_is(traced: dict[str, Traced]) -> None:
 
 def test_the_exit_code_is_the_programs_and_its_trace_is_cut_off(traced: dict[str, Traced]) -> None:
     assert traced["exit"] == Traced(exit_code=3, num_records=9, end=None)
-
-
-def test_a_wrong_variable_is_one_line(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", RUN, "program.py"],
-        env=os.environ | {VARIABLE: "7"},
-        cwd=tmp_path,
-        check=False,
-        capture_output=True,
-        text=True,
-    )
-    problem = "found 7, expected a mapping; correct it, or unset the variable"
-    assert (done.returncode, done.stderr) == (1, f"pytest_megatron.trace: {VARIABLE}: {problem}\n")

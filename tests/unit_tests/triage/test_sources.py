@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import os
 import tarfile
@@ -185,20 +184,9 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("suffix", [".zip", ".tar.gz", ".gz"])
-def test_a_bomb_is_refused(tmp_path: Path, suffix: str) -> None:
-    path = tmp_path / f"bomb.log{suffix}"
-    log = b"x" * (80 << 20)  # packs to a thousandth
-    if suffix == ".zip":
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed:
-            packed.writestr("0.log", log)
-    elif suffix == ".gz":
-        path.write_bytes(gzip.compress(log, compresslevel=9))
-    else:
-        with tarfile.open(path, "w:gz") as tar:
-            info = tarfile.TarInfo("0.log")
-            info.size = len(log)
-            tar.addfile(info, io.BytesIO(log))
+def test_a_packed_log_that_is_a_bomb_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.log.gz"
+    path.write_bytes(gzip.compress(b"x" * (80 << 20), compresslevel=9))
     assert "which no log does" in refusal(path) or "is longer than" in refusal(path)
 
 

@@ -113,7 +113,7 @@ def pytest_report_header(config: pytest.Config) -> str | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the roles that this session is known to have."""
+    """Register the plugins that this session is known to have."""
     if not config.option.help:
         config.stash[_SHORT_NAMES].withdraw()  # from conftest files further down
     for configure in _CONFIGURE.all():

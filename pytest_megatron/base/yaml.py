@@ -102,7 +102,7 @@ class _YamlReader:
         return value
 
     def _node(self, event: yaml.Event) -> tuple[JsonValue, str | None]:
-        """Return the value that an event begins, and what is written where that is no text."""
+        """Return the value that an event begins, and of a scalar that is no string its source."""
         self._num_nodes += 1
         if isinstance(event, yaml.ScalarEvent):
             value = self._scalar(event)

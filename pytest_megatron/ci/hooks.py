@@ -34,7 +34,7 @@ def begin(early_config: pytest.Config, args: list[str]) -> None:
 
 
 def configure(config: pytest.Config) -> None:
-    """Register the role that leaves out tests by file or by mark."""
+    """Register the plugin that leaves out tests by file or by mark."""
     if may_ask_for_units(config):
         from pytest_megatron.ci.test_selection import register_units
 

@@ -1,4 +1,4 @@
-"""The role that keeps the python tests of a bucket, an environment, a tag and a platform.
+"""The plugin that keeps the python tests of a bucket, an environment, a tag and a platform.
 
 Lives wherever tests are collected: in the controller, in workers of pytest-xdist, and in ranks that
 collect for themselves, which must find the same tests.
@@ -34,7 +34,7 @@ _NEVER_TESTS = ("__init__.py", "conftest.py")
 
 
 def register_units(config: pytest.Config, options: Options) -> None:
-    """Register the role, and the marks that it reads.
+    """Register the plugin, and the marks that it reads.
 
     Raises:
         pytest.UsageError: The project's table is wrong.

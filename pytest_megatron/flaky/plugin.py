@@ -1,4 +1,4 @@
-"""The role for quarantine: failures of items that are known to fail do not fail the session.
+"""The plugin for quarantine: failures of items that are known to fail do not fail the session.
 
 The item runs as ever. Where pytest reports, in the controller or in a worker of pytest-xdist, its
 failure becomes what an expected failure is, with a word of its own; the controller sums up. An item
@@ -114,29 +114,29 @@ class QuarantinePlugin:
 
 
 def quarantine_items(
-    config: pytest.Config, items: Sequence[pytest.Item], *, has_roles: bool, is_writing: bool
+    config: pytest.Config, items: Sequence[pytest.Item], *, has_own_items: bool, is_writing: bool
 ) -> None:
-    """Find the items that are in quarantine, and register the role if there are any.
+    """Find the items that are in quarantine, and register the plugin if there are any.
 
     Args:
         config: The session's.
         items: Those that will run.
-        has_roles: Whether workloads or gangs are in this session: only then the project's settings
-            are read.
+        has_own_items: Whether workloads or gangs are in this session: only then the project's
+            settings are read.
         is_writing: Whether the session writes goldens: then no workload is in quarantine.
 
     Raises:
         pytest.UsageError: A mark or a setting is wrong.
     """
     patterns: dict[str, Quarantine] = {}
-    if has_roles:
+    if has_own_items:
         with usage_errors():
             patterns = project_quarantines(load_config(config.rootpath))
     found: dict[str, Quarantine] = {}
     for item in items:
         if is_writing and hasattr(item, "workload"):
             continue
-        quarantine = _quarantine_by_marks(item, has_roles=has_roles) or next(
+        quarantine = _quarantine_by_marks(item, has_own_items=has_own_items) or next(
             (q for pattern, q in patterns.items() if matches(pattern, item.nodeid)), None
         )
         if quarantine is not None:
@@ -148,10 +148,12 @@ def quarantine_items(
 
 
 def _streaks(config: pytest.Config, items: Sequence[pytest.Item]) -> dict[str, FailureStreak]:
-    """Return the failures in a row of items, by the history of this session.
+    """Return the current failure streak of each item, by node id, from the history.
+
+    Empty where the session keeps no history.
 
     Raises:
-        pytest.UsageError: It cannot be read.
+        pytest.UsageError: The history cannot be read.
     """
     session = session_of(config)
     if session.options.history == "off":
@@ -194,7 +196,7 @@ def _regression(streak: FailureStreak) -> str:
 
 
 def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
-    """Return the role of this session, which is registered once."""
+    """Return the plugin of this session; register it first if there is none."""
     plugin = config.pluginmanager.get_plugin(NAME)
     if plugin is None:
         plugin = QuarantinePlugin()
@@ -203,10 +205,10 @@ def register_quarantine(config: pytest.Config) -> QuarantinePlugin:
     return plugin
 
 
-def _quarantine_by_marks(item: pytest.Item, *, has_roles: bool) -> Quarantine | None:
+def _quarantine_by_marks(item: pytest.Item, *, has_own_items: bool) -> Quarantine | None:
     """Return the quarantine that a mark of a test gives, None without one."""
     mark = item.get_closest_marker(QUARANTINE)
-    if mark is None or not (has_roles or is_quarantined_by_us(item)):
+    if mark is None or not (has_own_items or is_quarantined_by_us(item)):
         return None
     where = f"{item.nodeid}: mark {QUARANTINE}"
     if mark.args:

@@ -1,4 +1,4 @@
-"""The role that runs ranks of workloads on fake process groups, in place of training them."""
+"""The plugin that runs ranks of workloads on fake process groups, in place of training them."""
 
 from __future__ import annotations
 

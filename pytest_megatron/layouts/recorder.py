@@ -231,7 +231,7 @@ def _is_small(tensor: torch.Tensor) -> bool:
 
 
 class RankRecorder:
-    """Records this rank.
+    """Records what this rank does.
 
     Attributes:
         mail: Messages of ranks that ran before.
@@ -245,6 +245,7 @@ class RankRecorder:
     """
 
     def __init__(self, settings: Settings, rank: int, *, is_other: bool) -> None:
+        """Create the recorder; `is_other` is true in the second run, with other data received."""
         self._record = RankRecord(rank=rank, world_size=settings.world_size)
         self._steps, self._directory = settings.steps, settings.directory
         self._file = self._directory / f"rank_{rank}{'.other' if is_other else ''}.json"
@@ -253,7 +254,7 @@ class RankRecorder:
         self.world_size = settings.world_size
         self._known: set[int] = set()  # modules of models
         self._has_run = False  # a model, since the last step
-        self._begun = 0  # the model that ran first after the last step
+        self._begun = 0  # id() of the model that ran first after the last step
         self.memory = MemoryTracker(self._read)
         self.mail = Mail(settings.directory / "mail")
         self.batch: int | None = None

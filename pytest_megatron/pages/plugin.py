@@ -1,4 +1,4 @@
-"""The role for pages: a session leaves an index of its run, and a page of each workload."""
+"""The plugin for pages: a session leaves an index of its run, and a page of each workload."""
 
 from __future__ import annotations
 

@@ -179,12 +179,12 @@ class Patch:
 
 
 def make_patch(root: Path, new: Sequence[str]) -> Patch:
-    """Return the changes in `root` and below since the commit, of more than `MOST_BYTES` none.
+    """Return the changes below `root` since the commit; none if they exceed `MOST_BYTES`.
 
     Args:
         root: The project.
-        new: Names of files that git does not have: they may hold anything, keys among it, so that
-            their contents are kept of those alone that the user has added.
+        new: Names of untracked files. Their contents are left out, as they may hold secrets; a file
+            that was added with `git add` is in the patch.
     """
     scope = ("--", ".", ":(exclude)golden_values")
     git = ("-c", "core.quotepath=off", "diff", "--binary", "--relative", "HEAD")

@@ -213,7 +213,7 @@ def is_rank(config: pytest.Config) -> bool:
     return config.pluginmanager.has_plugin(COLLECTING_PLUGIN)
 
 
-def has_roles(config: pytest.Config) -> bool:
+def has_own_items(config: pytest.Config) -> bool:
     """Return true if the session runs workloads, or tests on gangs."""
     return config.stash.get(HAS_GANGS, False) or config.pluginmanager.has_plugin(WORKLOADS_PLUGIN)
 
@@ -341,7 +341,7 @@ Experimental = Literal["exclude", "include", "only"]
 ScriptMode = Literal["native", "bash"]
 MIN_REFRESH_REPEATS = 2
 LOCAL = "local"
-WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the role that reads and selects them
+WORKLOADS_PLUGIN = "megatron-workloads"  # the name of the plugin that reads and selects them
 TRAINING_PLUGIN = "megatron-training"  # and of the one that runs them
 COLLECTING_PLUGIN = "megatron-collecting"  # the same, in a rank that collects for itself
 HAS_GANGS = pytest.StashKey[bool]()  # tests of the session run on gangs

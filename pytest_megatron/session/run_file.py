@@ -1,6 +1,6 @@
 """Files that a session leaves: `run.json`, pages and the history, for `megatron_fail_flaky` too.
 
-The roles for workloads and for distributed tests share them; reports carry their data. When
+The plugins for workloads and for distributed tests share them; reports carry their data. When
 everything has ended, secrets are removed from the files of the run directory.
 """
 
@@ -258,7 +258,7 @@ _OWN = pytest.StashKey[RunFile]()
 
 
 def run_file_of(config: pytest.Config, session: RunSession) -> RunFile:
-    """Return the one `run.json` of a session, which all roles share."""
+    """Return the one `run.json` of a session, which all plugins share."""
     if _OWN not in config.stash:
         config.stash[_OWN] = RunFile(config, session)
         config.pluginmanager.register(config.stash[_OWN], _RUN_FILE)
@@ -382,6 +382,6 @@ class HistoryPlugin:
 
 
 def register_history(config: pytest.Config, session: RunSession) -> None:
-    """Register the role, once for a session."""
+    """Register the plugin, once for a session."""
     if not session.is_worker and not config.pluginmanager.has_plugin(_HISTORY):
         config.pluginmanager.register(HistoryPlugin(session), _HISTORY)

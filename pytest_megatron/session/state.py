@@ -1,4 +1,4 @@
-"""State that every role of one pytest session shares: options, run directory, arguments."""
+"""State that every plugin of one pytest session shares: options, run directory, arguments."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def session_ahead(config: pytest.Config) -> RunSession:
 
 
 def session_of(config: pytest.Config) -> RunSession:
-    """Return the one session of a configuration: all roles share its run directory."""
+    """Return the one session of a configuration: all plugins share its run directory."""
     if _SESSION not in config.stash:
         session = config.stash[_SESSION] = RunSession(config, read_options(config))
         config.add_cleanup(session.release_run_dir)

@@ -167,7 +167,7 @@ def gather(unit: Unit, table: Table, scanner: Scanner) -> RankLog:
                 fatal = fatal if lone is None and is_line else lone
             if fatal is None and ends[rank].how == "SIGABRT":
                 fatal = next(reversed(books[None].what), None)
-        ranks[rank] = _story(rank, books[rank], ends.get(rank), _better(by_file, fatal), unit)
+        ranks[rank] = _story(rank, books[rank], ends.get(rank), _joined(by_file, fatal), unit)
         if rank in ends:
             ranks[rank] = replace(ranks[rank], exit_place=shown[ends[rank]])
     alone = is_clean if not known_ranks else is_clean or bool(ends)
@@ -526,18 +526,18 @@ def _bare(
     return None
 
 
-def _better(error: Fatal | None, fatal: Fatal | None) -> Fatal | None:
-    """Join the same exception from torch's error file and from the log."""
-    if error is None or fatal is None:
-        return error or fatal
+def _joined(filed: Fatal | None, logged: Fatal | None) -> Fatal | None:
+    """Join what torch's error file and the log say about one exception."""
+    if filed is None or logged is None:
+        return filed or logged
     return Fatal(
-        signature=fatal.signature if fatal.frames else error.signature,
-        message=fatal.message if fatal.headline == error.headline else error.message,
-        frame=fatal.frame or error.frame,
-        frames=fatal.frames or error.frames,
-        time_s=fatal.time_s,
-        epoch_s=error.epoch_s,
-        place=fatal.place,
+        signature=logged.signature if logged.frames else filed.signature,
+        message=logged.message if logged.headline == filed.headline else filed.message,
+        frame=logged.frame or filed.frame,
+        frames=logged.frames or filed.frames,
+        time_s=logged.time_s,
+        epoch_s=filed.epoch_s,
+        place=logged.place,
     )
 
 

@@ -292,7 +292,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     if explained is not None or is_done:
         return explained
     if root is not None and (is_stopped or limit is not None):
-        root = _stayed(root, rank_log, limit)
+        root = _with_hang_after(root, rank_log, limit)
     if root is not None or rank_log.unit.known.ended is End.STOPPED:
         return root or _line(rank_log)
     if rank_log.unit.known.ended is End.TIME_LIMIT:
@@ -303,7 +303,10 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     if waiting is not None:
         return waiting
     found = (
-        _line(rank_log) or _outcome(rank_log, table) or _raised(rank_log, table) or _hint(rank_log)
+        _line(rank_log)
+        or _outcome(rank_log, table)
+        or _of_launcher(rank_log, table)
+        or _hint(rank_log)
     )
     return found or _root_in_silent(rank_log, table)
 
@@ -327,8 +330,11 @@ def _is_limit_after(event: Event, root: Root | None) -> bool:
     return root.places[0].offset < event.place.offset
 
 
-def _stayed(root: Root, rank_log: RankLog, limit: Event | None) -> Root:
-    """Return the exception of a rank that hung in its own clean-up, with where it was."""
+def _with_hang_after(root: Root, rank_log: RankLog, limit: Event | None) -> Root:
+    """Add to an exception that its rank did not exit afterwards; any other root is unchanged.
+
+    `limit` is the line on the time limit that then ended the rank.
+    """
     story = rank_log.ranks.get(root.ranks[0]) if root.ranks else rank_log.launcher
     if root.message is None or story is None or story.how.startswith("exit code "):
         return root
@@ -608,8 +614,8 @@ def _hint(rank_log: RankLog) -> Root | None:
     return next(map(_wrote, telling), None)
 
 
-def _raised(rank_log: RankLog, table: Table) -> Root | None:
-    """Return the launcher's own word: that it was stopped, or what it raised about its ranks."""
+def _of_launcher(rank_log: RankLog, table: Table) -> Root | None:
+    """Return what the launcher's log says: SIGTERM stopped all, or its own exception."""
     if {rank.how for rank in rank_log.ranks.values()} - {""} == {"SIGTERM"}:
         what, words = "was stopped by SIGTERM", rank_log.launcher.last_words[-2:]
         return Root(signature=table["terminated"], ranks=(), what=what, places=words)

@@ -307,7 +307,7 @@ class Agent:
         self._children[pid] = child
 
     def _adopt(self, start: Start, descriptors: Sequence[int]) -> None:
-        """Assign agents of one rank to a gang, whose ranks they become."""
+        """Make ranks of a gang of processes that have collected outside any gang."""
         for config in start.configs:
             for child in self._children.values():
                 if child.place == (start.adopted, config.rank):

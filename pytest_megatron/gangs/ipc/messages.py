@@ -305,7 +305,7 @@ class Start:
 
     Attributes:
         has_store: Whether the first descriptor is the socket of the gang's store, which listens.
-        adopted: Number below 0 of agents of one rank, which become these ranks; 0 for new ones.
+        adopted: Number below 0 under which these ranks have collected; 0 starts new ones.
     """
 
     gang: int

@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class RecipeReader(Protocol):
-    """The role that reads recipes."""
+    """The plugin that reads recipes."""
 
     def load(self, path: Path) -> Sequence[Workload]:
         """Return the rows of a recipe."""
 
 
 class WorkloadRunner(Protocol):
-    """The role that runs this session's workloads."""
+    """The plugin that runs this session's workloads."""
 
     def prepare(self, item: WorkloadItem) -> CheckedJob:
         """Put a workload's job together and make its directory."""
@@ -90,7 +90,7 @@ class WorkloadItem(pytest.Item):
 
 
 def runner_of(config: pytest.Config) -> WorkloadRunner:
-    """Return the role that runs this session's workloads."""
+    """Return the plugin that runs this session's workloads."""
     runner: WorkloadRunner | None = config.pluginmanager.get_plugin(TRAINING_PLUGIN)
     assert runner is not None
     return runner

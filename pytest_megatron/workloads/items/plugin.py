@@ -22,7 +22,7 @@ from pytest_megatron.workloads.recipe.model import Vocabulary, Workload, project
 
 
 def register_roles(config: pytest.Config) -> None:
-    """Register the roles of a session with workloads.
+    """Register the plugins of a session with workloads.
 
     Raises:
         pytest.UsageError: The project's settings or the policy are wrong.

@@ -1,6 +1,6 @@
-"""The engine of a session, and the role that runs workloads where it has a queue.
+"""The engine of a session, and the plugin that runs workloads where it has a queue.
 
-All are submitted before any is waited for. That role lives in the controller alone. Items are
+All are submitted before any is waited for. That plugin lives in the controller alone. Items are
 reported by pytest's own protocol, in the order in which they end.
 """
 
@@ -283,7 +283,7 @@ class QueuePlugin:
 
 
 def register_queue(config: pytest.Config, session: RunSession) -> None:
-    """Register the role, where an engine may have a queue.
+    """Register the plugin, where an engine may have a queue.
 
     Raises:
         pytest.UsageError: pytest-xdist is to share out what the engine shares out itself.

@@ -1,4 +1,4 @@
-"""The roles of a session that runs workloads: one trains and judges, one keeps results.
+"""The plugins of a session that runs workloads: one trains and judges, one keeps results.
 
 The first lives in the controller, and under pytest-xdist in each of its workers.
 """
@@ -110,7 +110,7 @@ class ResultsPlugin:
 
 
 def register_training(config: pytest.Config, session: RunSession) -> None:
-    """Register the roles that run the workloads of a session.
+    """Register the plugins that run the workloads of a session.
 
     Raises:
         pytest.UsageError: The policy is wrong.
@@ -120,9 +120,9 @@ def register_training(config: pytest.Config, session: RunSession) -> None:
     goldens = GoldenWriter(session, policy)
     manager = config.pluginmanager
     is_fake = session.options.fake_ranks is not None
-    role = _FAKE_TRAINING.first() if is_fake else TrainingPlugin
-    assert role is not None  # its feature declares the option
-    manager.register(role(config, session, goldens), TRAINING_PLUGIN)
+    make_plugin = _FAKE_TRAINING.first() if is_fake else TrainingPlugin
+    assert make_plugin is not None  # its feature declares the option
+    manager.register(make_plugin(config, session, goldens), TRAINING_PLUGIN)
     if not session.is_worker:
         results = ResultsPlugin(session, goldens, run_file_of(config, session))
         manager.register(results, f"{WORKLOADS_PLUGIN}-results")

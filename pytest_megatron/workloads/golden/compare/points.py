@@ -222,8 +222,8 @@ def _rule_of(value: Value | None) -> ComparisonRule:
 def describe_uncovered(golden: Series, observed: Series) -> str | None:
     """Return a note on a golden that holds too few of the steps of a run, or None.
 
-    Steps are counted at the golden's distance. Single ones at an end are no matter, since goldens
-    are cut at half-open ranges.
+    Steps outside the golden are counted in its interval between steps. One or two at an end are
+    allowed, since goldens are cut at half-open ranges.
     """
     steps = list(observed.finite())
     if not len(golden) or not steps:

@@ -70,7 +70,7 @@ def _days_of(span: str) -> float:
     """Return the number of days of a span such as 12h or 2w.
 
     Raises:
-        ConfigError: It is none.
+        ConfigError: The text is no span.
     """
     match = _SPAN(span)
     if match is None:

@@ -100,7 +100,7 @@ def find_traces(path: Path, scratch: Path) -> list[FoundTrace]:
         scratch: A directory for the files of an artifact.
 
     Raises:
-        RunError: There is none.
+        RunError: There is no trace.
     """
     bare = next((p for p in (path, path / TRACE_DIR) if any(p.glob("rank_*.jsonl"))), None)
     if bare is not None:

@@ -303,10 +303,7 @@ def find_root(rank_log: RankLog, table: Table) -> Root | None:
     if waiting is not None:
         return waiting
     found = (
-        _line(rank_log)
-        or _outcome(rank_log, table)
-        or _of_launcher(rank_log, table)
-        or _hint(rank_log)
+        _line(rank_log) or _outcome(rank_log, table) or _raised(rank_log, table) or _hint(rank_log)
     )
     return found or _root_in_silent(rank_log, table)
 
@@ -614,7 +611,7 @@ def _hint(rank_log: RankLog) -> Root | None:
     return next(map(_wrote, telling), None)
 
 
-def _of_launcher(rank_log: RankLog, table: Table) -> Root | None:
+def _raised(rank_log: RankLog, table: Table) -> Root | None:
     """Return what the launcher's log says: SIGTERM stopped all, or its own exception."""
     if {rank.how for rank in rank_log.ranks.values()} - {""} == {"SIGTERM"}:
         what, words = "was stopped by SIGTERM", rank_log.launcher.last_words[-2:]

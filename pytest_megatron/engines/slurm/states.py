@@ -316,7 +316,7 @@ def outcome_with(
     if record is None:
         what = found if isinstance(found, EngineError) else said or _forgotten(job)
         return _narrowed(SubmissionOutcome(hosts=hosts, trouble=_with_evidence(what, log)))
-    outcome = outcome_of_record(submission, record, facts)
+    outcome = rebuilt(submission, record, facts)
     is_whole = bool(outcome.ends) and all(end.is_clean for end in outcome.ends)
     trouble = outcome.trouble
     if said is not None and (not is_whole or said.kind is TroubleKind.REQUEUED):
@@ -332,9 +332,7 @@ def _was_told(record: JobRecord | None) -> bool:
     return trouble is not None and trouble.kind is TroubleKind.CANCELLED
 
 
-def outcome_of_record(
-    submission: Submission, record: JobRecord, facts: SessionFacts
-) -> SubmissionOutcome:
+def rebuilt(submission: Submission, record: JobRecord, facts: SessionFacts) -> SubmissionOutcome:
     """Return the outcome that a job recorded; LOST if the record does not fit the plan."""
     try:
         return outcome_of(record, submission.planned(None), facts)

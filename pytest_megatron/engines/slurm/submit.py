@@ -422,7 +422,7 @@ class Submitter:
         """Submit a batch; return a note about it.
 
         Raises:
-            SlurmRefusedError: It is not there.
+            SlurmRefusedError: Slurm does not have the batch.
             LaunchError: There is no sbatch.
             OSError: The journal cannot be written before anything was submitted.
         """

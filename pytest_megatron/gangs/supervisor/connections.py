@@ -316,7 +316,7 @@ class RankCollectors:
         self.lose(lambda peer: peer.place[0] == number)
 
     def take(self, message: CollectorMessage, place: Place) -> None:
-        """Handle a message of a collector, or of its node about it; of all with a rank below 0."""
+        """Handle a message of a collector, or of its node about it; a rank below 0 means all."""
         found = [c for c in self.of_number(place[0]) if place[1] < 0 or c.peer.place == place]
         if isinstance(message, Died):
             self.lose(lambda peer: peer.place == place)

@@ -451,7 +451,7 @@ def policy_named(
         root: Where a relative path is looked for after the current directory.
 
     Raises:
-        GoldenError: It is none of them, or the file is wrong; with file and line.
+        GoldenError: The text names no policy, or the file is wrong; with file and line.
     """
     for policy in (ComparisonPolicy.STRICT, ComparisonPolicy.MEGATRON):
         if policy.name == text:

@@ -84,7 +84,7 @@ class SelectionPlugin:
         return workloads
 
     def _with_scripts(self, workloads: Sequence[Workload]) -> Sequence[Workload]:
-        """Return rows, what scripts hand to Megatron-LM's driver as rows that we start."""
+        """Replace rows that call Megatron-LM's driver: by what it would start, or by bash."""
         from pytest_megatron.workloads.recipe.megatron_row import (  # noqa: PLC0415 - reads cases
             native_rows,
             require_yq,

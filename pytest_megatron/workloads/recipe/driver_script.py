@@ -102,7 +102,7 @@ class DriverCall:
         """Follow a line.
 
         Raises:
-            _UnknownError: It is none that is known.
+            _UnknownError: The line has a form that is unknown.
         """
         if found := _FROM_ECHO(line):
             self._variables[found[1]] = _COMPUTED

@@ -111,7 +111,7 @@ def require_yq(where: str) -> None:
     """Refuse to have bash run Megatron-LM's driver without yq 4.
 
     Raises:
-        RecipeError: There is none.
+        RecipeError: There is no yq 4.
     """
     if not is_yq(shutil.which("yq")):
         raise RecipeError(

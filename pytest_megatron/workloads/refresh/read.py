@@ -273,7 +273,7 @@ def _target_of(golden: RecordedGolden, node_id: str) -> PurePosixPath:
     """Return where a golden belongs.
 
     Raises:
-        GoldenError: It is none of the places that goldens of a project have.
+        GoldenError: A project has no goldens at its path.
     """
     text = golden.target or ""
     for place in (GOLDENS, CASES):

@@ -277,7 +277,7 @@ class WorkloadScheduler:
         return [end for update in found for end in self._take(update)]
 
     def _take(self, update: Update) -> list[WorkEnd]:
-        """Handle an update of the engine."""
+        """Handle an update of the engine; return the workload that ended by it, if any."""
         order = self._orders.get(update.key)
         if order is None:  # of a workload that ended meanwhile
             return []

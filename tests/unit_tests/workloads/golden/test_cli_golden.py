@@ -102,7 +102,6 @@ def test_a_compared_metric_has_one_value_a_step(golden: Path, tmp_path: Path) ->
     ("texts", "more", "message"),
     [
         pytest.param({"golden": None}, (), "golden.json: no such file", id="no-golden"),
-        pytest.param({"golden": "{}"}, (), "golden.json: holds no metric", id="empty-golden"),
         pytest.param({"metrics": None}, (), "metrics.json: no such file", id="no-metrics"),
         pytest.param(
             {"metrics": '{"a": {"values": {"1": 1}}}'},

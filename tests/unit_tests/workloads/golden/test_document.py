@@ -67,9 +67,6 @@ def test_bare_literals_are_read() -> None:
     [
         pytest.param("", "g.json: empty file (0 bytes), expected JSON; record it again", id="0"),
         pytest.param(
-            " \n", "g.json: empty file (2 bytes), expected JSON; record it again", id="ws"
-        ),
-        pytest.param(
             '{\n  "a": 1,\n}',
             "g.json:2:9: not JSON: illegal trailing comma before end of object",
             id="comma",
@@ -99,11 +96,6 @@ def test_bare_literals_are_read() -> None:
             '{"dgx_h100": {"batch_1": {"avg_latency_ms": 1.0}}}',
             "g.json: no metric block with 'values' in it, found 'dgx_h100'; no golden",
             id="baseline",
-        ),
-        pytest.param(
-            '{"b": 1, "a": 2}',
-            "g.json: no metric block with 'values' in it, found 'a', 'b'; no golden",
-            id="other",
         ),
         pytest.param(
             '{"a": {"values": {"1": 1}}, "b": {}}',
@@ -260,12 +252,3 @@ def test_another_type_anywhere_is_read_or_is_one_error_of_the_file(golden: JsonV
                 refused.append(str(error))
     assert len(refused) > 200
     assert all(message.startswith("g.json:") for message in refused)
-
-
-def test_the_types_of_a_block_are_named() -> None:
-    text = '{"a": {"values": {"1": 1.0}, "value_precision": ["full"]}}'
-    with pytest.raises(GoldenError, match="a: 'value_precision' is list of 1, expected full"):
-        parse_golden(text, "g.json")
-    text = '{"a": {"values": {"1": 1.0}, "step_interval": "1"}}'
-    with pytest.raises(GoldenError, match="a: 'step_interval' is str '1', expected a whole number"):
-        parse_golden(text, "g.json")

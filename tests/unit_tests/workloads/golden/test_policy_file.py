@@ -111,7 +111,6 @@ def test_a_file_changes_the_rules_of_reinforcement_learning(tmp_path: Path) -> N
             "policy.yaml:4: metrics.lm loss.bnad: unknown key, expected",
         ),
         ("band: 5.0e-3", "band: -1.0", ":4: metrics.lm loss.band: found -1.0, expected a number"),
-        ("band: 5.0e-3", "band: wide", ":4: metrics.lm loss.band: found 'wide', expected a number"),
         (
             "band: 5.0e-3",
             "band: 5e-3",
@@ -123,35 +122,16 @@ def test_a_file_changes_the_rules_of_reinforcement_learning(tmp_path: Path) -> N
             "peak: 5.0e-3",
             ":4: lm loss: 'peak' is no limit of it, expected one of absolute, ",
         ),
-        ("band: 5.0e-3", "exact: true", ":4: metrics.lm loss.exact: found True, expected one of"),
-        (
-            "worse: either",
-            "worse: both",
-            ":6: metrics.iteration-time.worse: found 'both', ",
-        ),
         (
             "inherit: strict",
             "inherit: mine",
             ":2: inherit: found 'mine', expected 'strict'",
         ),
         (
-            "inherit: strict\n",
-            "",
-            ":1: inherit: is missing, expected strict",
-        ),
-        ("format_version: 1", "format_version: 2", ":1: format_version: found 2, expected 1"),
-        (
-            "  - cases: [gpt/tp*]",
-            "  - cases: gpt",
-            ":10: overrides[0].cases: found 'gpt', ",
-        ),
-        (
             "platforms:",
             "platform:",
             "unknown key, expected one of cases, environments, metrics",
         ),
-        ("  num-zeros:", "  lm loss:", ":8: the key 'lm loss' is there twice; keep one"),
-        ("{band: 5.0e-3", "{band: 5.0e-3]", "policy.yaml:4: is not valid YAML: "),
     ],
 )
 def test_a_wrong_file_is_one_error_with_its_line(
@@ -162,25 +142,6 @@ def test_a_wrong_file_is_one_error_with_its_line(
         policy_of(tmp_path, OWN.replace(old, new, 1))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "strickt",
-            "unknown policy 'strickt', expected megatron, strict or the path of a YAML file",
-        ),
-        (
-            "own/none.yaml",
-            "unknown policy 'own/none.yaml', expected megatron, strict or the path of a YAML file",
-        ),
-    ],
-)
-def test_an_unknown_policy_is_refused(text: str, message: str) -> None:
-    with pytest.raises(GoldenError) as caught:
-        policy_named(text)
-    assert str(caught.value).startswith(f"--golden-policy: {message}")
 
 
 def test_a_relative_path_is_looked_for_in_the_root_too(tmp_path: Path) -> None:

@@ -137,10 +137,6 @@ def changed(values: Values, changes: dict[int, Value]) -> Values:
     return {**values, **changes}
 
 
-def without(values: Values, *steps: int) -> Values:
-    return {step: value for step, value in values.items() if step not in steps}
-
-
 def test_an_exact_mismatch_of_the_fifth_decimal_fails() -> None:
     comparison = judge("lm loss", LOSS, changed(LOSS, {40: 9.60001}))
     assert (comparison.passed, comparison.rule) == (False, ComparisonRule.EXACT)
@@ -166,60 +162,11 @@ def test_text_equals_text_missing_and_inf_even_at_every_step(
     assert judge("lm loss", {1: golden, 2: golden}, run, approximate=approximate).passed
 
 
-def test_a_real_nan_fails_even_against_a_real_nan() -> None:
-    assert not judge("lm loss", {1: math.nan}, {1: math.nan}).passed
-
-
-@pytest.mark.parametrize("num_steps", [2, 10, 50, 100])
-@pytest.mark.parametrize("value", [9999.0, None, math.nan])
-def test_one_step_may_be_anything_in_approximate_mode(num_steps: int, value: Value | None) -> None:
-    golden: Values = dict.fromkeys(range(1, num_steps + 1), 10.0)
-    run = without(golden, 1) if value is None else changed(golden, {1: value})
-    assert judge("lm loss", golden, run, approximate=True).passed
-
-
-def test_one_of_three_steps_may_not_because_of_rounding() -> None:
-    golden: Values = {1: 1.0, 2: 1.0, 3: 1.0}
-    assert not judge("lm loss", golden, changed(golden, {2: 2.0}), approximate=True).passed
-
-
-def test_a_single_value_must_pass() -> None:
-    assert not judge("lm loss", {1: 10.0}, {1: 11.0}, approximate=True).passed
-
-
-@pytest.mark.parametrize(("factor", "passed"), [(1.049, True), (1.051, False), (0.951, True)])
-def test_a_uniform_shift_up_to_five_percent_passes(factor: float, *, passed: bool) -> None:
-    run: Values = {step: as_number(value) * factor for step, value in LOSS.items()}
-    assert judge("lm loss", LOSS, run, approximate=True).passed is passed
-
-
-def test_a_run_that_stopped_one_step_early_passes_in_approximate_mode() -> None:
-    assert judge("lm loss", LOSS, without(LOSS, 100), approximate=True).passed
-    assert not judge("lm loss", LOSS, without(LOSS, 100)).passed
-
-
-def test_iteration_time_ten_times_slower_in_seven_of_sixteen_window_steps_passes() -> None:
-    assert judge("iteration-time", TIMES, changed(TIMES, dict.fromkeys(range(30, 37), 5.0))).passed
-    assert not judge(
-        "iteration-time", TIMES, changed(TIMES, dict.fromkeys(range(30, 39), 5.0))
-    ).passed
-
-
-def test_iteration_time_slower_outside_the_window_passes() -> None:
-    run: Values = {step: 0.5 if 30 <= step <= 45 else 1.0 for step in TIMES}
-    assert judge("iteration-time", TIMES, run).passed
-
-
 def test_iteration_time_thirty_percent_faster_fails() -> None:
     comparison = judge("iteration-time", TIMES, dict.fromkeys(TIMES, 0.35))
     assert not comparison.passed
     assert comparison.summary is not None
     assert comparison.summary.name == "median of steps 30 to 45"
-
-
-def test_iteration_time_without_a_number_in_the_golden_fails() -> None:
-    assert not judge("iteration-time", {30: "nan"}, {30: 0.5}).passed
-    assert not judge("iteration-time", {1: 0.5, 2: 0.5}, {1: 0.5, 2: 0.5}).passed
 
 
 def test_iteration_time_of_a_resume_is_that_of_its_warm_up() -> None:
@@ -229,21 +176,6 @@ def test_iteration_time_of_a_resume_is_that_of_its_warm_up() -> None:
         first, second, train_iters=100, metrics=[*first], policy=ComparisonPolicy.MEGATRON
     )
     assert not found.passed
-
-
-def test_memory_with_a_single_threefold_peak_passes() -> None:
-    golden: Values = dict.fromkeys(range(1, 11), 4e9)
-    assert judge("mem-max-allocated-bytes", golden, changed(golden, {3: 12e9})).passed
-
-
-def test_an_empty_golden_block_fails() -> None:
-    comparison = judge("lm loss", {}, {1: 1.0})
-    assert (comparison.passed, comparison.rule) == (False, ComparisonRule.GOLDEN_UNUSABLE)
-
-
-def test_a_golden_of_zero_means_exactly_zero() -> None:
-    assert judge("num-zeros", {1: 0.0}, {1: 0.0}, approximate=True).passed
-    assert not judge("num-zeros", {1: 0.0}, {1: 1e-9}, approximate=True).passed
 
 
 @pytest.mark.parametrize(

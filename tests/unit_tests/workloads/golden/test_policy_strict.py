@@ -17,7 +17,6 @@ from pytest_megatron.workloads.golden.model import (
     Golden,
     Provenance,
     RunEnvironment,
-    Spread,
     Value,
     series_of,
     to_float32,
@@ -81,7 +80,6 @@ def test_a_golden_of_five_decimals_is_equal_to_a_run_that_rounds_to_it() -> None
     [
         pytest.param({25: math.nan}, ComparisonRule.NAN, id="nan"),
         pytest.param({25: math.inf}, ComparisonRule.INF, id="inf"),
-        pytest.param({25: -math.inf}, ComparisonRule.INF, id="minus-inf"),
         pytest.param({25: "nan"}, ComparisonRule.TEXT, id="text"),
         pytest.param({25: None}, ComparisonRule.MISSING, id="missing"),
         pytest.param({50: None}, ComparisonRule.TRUNCATED, id="truncated"),
@@ -188,16 +186,6 @@ def test_a_golden_that_stands_still_allows_a_run_that_does() -> None:
     assert judge(golden, golden).passed
     constant: Values = dict.fromkeys(range(1, 21), 3.0)
     assert judge(constant, scaled(constant, 1 + 1e-6)).passed
-
-
-@pytest.mark.parametrize("spread", [1e-3, series_of({1: 0.0, 10: 1e-5, 20: 1e-3})])
-def test_a_spread_learned_from_repeats_widens_the_band(spread: Spread) -> None:
-    provenance = Provenance(repeats=8, deterministic=False, spread={"lm loss": spread})
-    noisy: Values = {
-        s: v * (1 + (4e-3 if s % 2 else -4e-3) * (s >= 20)) for s, v in loss_curve().items()
-    }
-    assert judge(LOSS, noisy, provenance=provenance).passed
-    assert not judge(LOSS, noisy).passed
 
 
 def test_a_learned_band_is_narrow_where_the_repeats_agreed() -> None:

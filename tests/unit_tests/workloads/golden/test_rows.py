@@ -114,14 +114,6 @@ def test_printed_dicts_of_the_trainer_are_counted_name_by_name(release: str) -> 
             "reduced_train_loss",
             9.761,
         ),
-        pytest.param(
-            "nemo",
-            "Training epoch 1, iteration 20/149 | lr: 3e-05 | global_batch_size: 1 | global_step: "
-            "170 | reduced_train_loss: 1.233 | train_step_timing in s: 0.03146 | val_loss: 4.106",
-            170,
-            "reduced_train_loss",
-            1.233,
-        ),
         ("nanogpt", "iter 1631: loss 4.0863, time 561.94ms", 1631, "loss", 4.0863),
         pytest.param(
             "nanogpt",

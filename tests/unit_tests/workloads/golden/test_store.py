@@ -53,15 +53,6 @@ def test_a_golden_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert list(json.loads(path.read_text())) == ["lm loss", "num-zeros", "_provenance"]
 
 
-def test_writing_what_was_read_changes_nothing(tmp_path: Path) -> None:
-    first, second = tmp_path / "1.json", tmp_path / "2.json"
-    write_golden(first, {"lm loss": LOSS}, Provenance(commit="abc"))
-    golden = read_golden(first)
-    assert golden.provenance is not None
-    write_golden(second, golden.metrics, golden.provenance)
-    assert first.read_text() == second.read_text()
-
-
 @pytest.mark.parametrize(
     ("metrics", "problem"),
     [
@@ -135,8 +126,3 @@ def test_json_lines_are_recognised_by_their_suffix(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "a": 2}\n')
     assert list(read_metrics(path).metrics) == ["a"]
-
-
-def test_what_a_run_left_is_a_metrics_error_not_a_golden_error(tmp_path: Path) -> None:
-    with pytest.raises(MetricsError, match="no such file"):
-        read_metrics(tmp_path / "metrics.json")

@@ -103,9 +103,6 @@ def test_the_four_bad_candidates_that_megatrons_refresh_takes_are_refused(
     ("exit_code", "cause"),
     [
         (1, "rank 0 of 2 raised ValueError after iteration 3"),
-        (-9, "rank 1 of 2 was killed by SIGKILL"),
-        (-6, "a collective did not finish: rank 3 reported"),
-        (0, "lm loss is nan at step 51, the first that is not finite"),
         (0, "lm loss stops at step 60"),
     ],
 )
@@ -448,10 +445,6 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         metric_map({s: 5.5 + 34.5 * s / NUM_STEPS for s in curve()}),
         ["not-falling"],
     ),
-    "flat but for noise": (
-        metric_map({s: 10 + 0.1 * math.sin(s * s) for s in curve()}),
-        ["not-falling"],
-    ),
     "the second half": (
         metric_map({s: v for s, v in curve().items() if s > 50}),
         ["late-start"],
@@ -472,17 +465,11 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         metric_map({s: -2 - s / NUM_STEPS for s in curve()}),
         ["implausible"],
     ),
-    "negative zeros": (
-        metric_map(curve(), num_zeros=dict.fromkeys(curve(), -1.0)),
-        ["implausible"],
-    ),
     "two decimals": (metric_map({s: round(float(v), 2) for s, v in curve().items()}), ["rounded"]),
     "two decimals of four values": (
         metric_map({s: round(float(v), 2) for s, v in curve().items() if s % 25 == 0}),
         ["rounded"],
     ),
-    "bfloat16": (metric_map(cut_to(curve(), bits=8)), ["rounded"]),
-    "a mean of eight in bfloat16": (metric_map(cut_to(curve(), bits=11)), ["rounded"]),
     "float32": (metric_map(cut_to(curve(), bits=24)), []),
     "five decimals": (metric_map({s: round(float(v), 5) for s, v in curve().items()}), []),
     "every tenth step": (metric_map({s: v for s, v in curve().items() if s % 10 == 0}), []),
@@ -504,10 +491,6 @@ def test_a_first_golden_is_looked_at_by_itself(staged: Staged, what: str) -> Non
 
 # Gradient descent on a small network that fits a sine, from docs/tutorials/first-workload.md.
 STEEP = {
-    "learning rate 0.05": (
-        *(1.1908, 0.4133, 0.2132, 0.1610, 0.1466, 0.1418, 0.1396, 0.1382, 0.1369, 0.1358),
-        *(0.1347, 0.1337, 0.1327, 0.1317, 0.1307, 0.1298, 0.1288, 0.1278, 0.1269, 0.1260),
-    ),
     "learning rate 0.1": (
         *(1.1908, 0.1480, 0.1422, 0.1393, 0.1370, 0.1349, 0.1329, 0.1309, 0.1290, 0.1272),
         *(0.1253, 0.1235, 0.1218, 0.1200, 0.1183, 0.1166, 0.1150, 0.1133, 0.1117, 0.1102),

@@ -166,12 +166,6 @@ def test_words_of_an_artifact_do_not_steer_the_terminal(staged: Staged) -> None:
     assert "recipes/r.yaml::evil[dev-cpu]: [damaged-run]" in result.stderr
 
 
-def test_a_directory_that_is_no_text_is_one_clear_error(staged: Staged) -> None:
-    staged.items["recipes/r.yaml::new[dev-cpu]"] |= {"directory": 3}  # type: ignore[operator]
-    staged.write()
-    assert "directory: found 3, expected a string" in fails("accept", "run")
-
-
 @pytest.mark.parametrize("directory", ["..", "/", "", None, "/x/.."])
 def test_an_artifact_cannot_name_a_directory_outside_of_the_run(
     staged: Staged, directory: str | None

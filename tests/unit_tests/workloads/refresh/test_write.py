@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import pytest
 from pytest_megatron.base.files import write_texts_together
 from pytest_megatron.errors import GoldenError
 from pytest_megatron.workloads.golden.store import read_golden
-from pytest_megatron.workloads.refresh.write import LOCK, locked
+from pytest_megatron.workloads.refresh.write import locked
 
 GUEST = Path(__file__).parents[2] / "guests" / "killed_refresh.py"
 OLD = {"a.json": "old a.json", "b.json": "old b.json"}
@@ -144,24 +143,6 @@ def test_refreshes_side_by_side_leave_one_whole_set_after_another(root: Path) ->
     assert [process.wait() for process in running] == [0] * 4
     assert {a.split(".")[0] for a, b in seen if a != b} <= {"old a"}
     assert len(set(contents(root).values())) == 1
-
-
-def test_a_lock_outlives_nobody(root: Path) -> None:
-    program = (
-        "import sys, signal; from pathlib import Path\n"
-        "from pytest_megatron.workloads.refresh.write import locked\n"
-        "with locked(Path(sys.argv[1])):\n"
-        "    print('up', flush=True); signal.pause()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(root)], stdout=subprocess.PIPE, text=True
-    ) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "up\n"
-        holder.send_signal(signal.SIGKILL)
-        assert holder.wait() == -signal.SIGKILL
-    replace(root, {A: "new"})
-    assert (root / LOCK).exists()
 
 
 def test_a_lock_that_is_held_for_too_long_is_one_clear_error(

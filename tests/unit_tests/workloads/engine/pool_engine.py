@@ -1,8 +1,4 @@
-"""An engine with a queue, as another package may bring it: so many processes at a time.
-
-Jobs outlive the controller, and a second one finds them again by the files that they leave. With
-`POOL_SIZE=0` nothing starts.
-"""
+"""An engine with a queue, as another package may bring it: so many processes at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class PoolEngine:
         self._context = context
         self._size = int(context.env.get("POOL_SIZE", "2"))
         self._waiting: list[Submission] = []
-        self._running: dict[str, tuple[Submission, subprocess.Popen[bytes] | None]] = {}
+        self._running: dict[str, tuple[Submission, subprocess.Popen[bytes]]] = {}
 
     def settle(self, setting: Setting, _workload: Workload) -> Setting:
         return setting
@@ -45,18 +41,13 @@ class PoolEngine:
         return "the pool has no GPUs" if needed.gpus_per_node else None
 
     def submit(self, orders: Sequence[Submission]) -> None:
-        for order in orders:
-            if self._outcome(order).with_suffix(".json").exists():
-                self._running[order.key] = (order, None)  # of a controller that is gone
-            else:
-                self._waiting.append(order)
+        self._waiting += orders
         self._note(f"submitted {' '.join(order.key for order in orders)}")
 
     def poll(self) -> Sequence[Update]:
         updates: list[Update] = []
         for key, (order, process) in list(self._running.items()):
-            is_there = self._outcome(order).exists()
-            if is_there if process is None else process.poll() is not None:
+            if process.poll() is not None:
                 del self._running[key]
                 record = read_record(self._outcome(order))
                 assert record is not None
@@ -76,7 +67,6 @@ class PoolEngine:
         for key in keys:
             if key in self._running:
                 process = self._running.pop(key)[1]
-                assert process is not None
                 process.terminate()
                 process.wait()
 

@@ -31,7 +31,6 @@ ARGUMENTS=(
 bash ./tests/functional_tests/shell_test_utils/run_ci_test.sh ${{ARGUMENTS[@]}}
 """
 RANKS = "export GPUS_PER_NODE={gpus}"
-FAULTS = {"wrong_loss": "nan@3", "ends_early": "exit0@8", "crashes": "kill@3:1"}
 YQ = "#!/bin/sh\necho 'yq (https://github.com/mikefarah/yq/) version v4.45.1'\n"
 
 
@@ -42,8 +41,8 @@ def script(more: str = RANKS) -> str:
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     project = Project(root=tmp_path_factory.mktemp("drivers") / "project")
-    for name in ("sound", *FAULTS, "mismatch", "light"):
-        project.row(project.case(name, fault=FAULTS.get(name)), script=[script()])
+    for name in ("sound", "mismatch", "light"):
+        project.row(project.case(name), script=[script()])
     resume = {"TEST_TYPE": "ckpt-resume"}
     case = project.case("resume", config=resume, save_interval=5)
     project.row(case, script=[script()], n_repeat=[2])
@@ -71,18 +70,9 @@ def test_a_row_has_ranks_logs_and_the_golden_beside_its_case(project: Project, r
     assert (project.root / "home" / ".netrc").read_text() == "the user's\n"
 
 
-@pytest.mark.parametrize(
-    ("case", "problem"),
-    [
-        ("wrong_loss", "lm loss is nan at step 3, the first that is not finite"),
-        ("ends_early", "lm loss stops at step 7, expected it to go on to 10"),
-        ("crashes", "rank 1"),
-        ("mismatch", "lm loss, step 7: observed 5.534, golden 6.034"),
-    ],
-)
-def test_it_is_judged_as_any_other(run: Run, case: str, problem: str) -> None:
-    assert run.verdict(case) == ("FAILED", "failed")
-    assert problem in run.problem(case)
+def test_it_is_judged_as_any_other(run: Run) -> None:
+    assert run.verdict("mismatch") == ("FAILED", "failed")
+    assert "lm loss, step 7: observed 5.534, golden 6.034" in run.problem("mismatch")
 
 
 def test_a_resumed_training_and_its_repeats_are_ours(run: Run) -> None:

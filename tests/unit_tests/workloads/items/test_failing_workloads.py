@@ -80,12 +80,6 @@ def log(run: Run, case: str, name: str, *, phase: int = 1) -> str:
             id="exception after megabytes of output",
         ),
         pytest.param(
-            "nan",
-            "lm loss is nan at step 3, the first that is not finite",
-            "launcher.log",
-            id="NaN",
-        ),
-        pytest.param(
             "early",
             "the training ended with exit code 0, but lm loss stops at step 5, "
             "expected it to go on to 10",
@@ -148,16 +142,6 @@ def test_one_step_off_by_a_thousandth_fails_with_metric_step_values_tolerance_an
         "tolerance allows 1.0e-04; 1 of 9 steps outside, none may be"
     )
     assert line.endswith("; golden_values/gpt/differs/golden_values_dev_cpu.json")
-
-
-def test_the_comparison_of_a_failed_workload_is_kept(run: Run) -> None:
-    comparison = read_object(run.item_dir("differs") / "comparison.json")
-    assert comparison["passed"] is False
-    repeats = comparison["repeats"]
-    assert isinstance(repeats, list)
-    (repeat,) = repeats
-    assert isinstance(repeat, dict)
-    assert (repeat["repeat"], repeat["against"]) == (1, "golden")
 
 
 def test_a_resume_that_diverges_fails_against_the_first_phase(run: Run) -> None:
@@ -251,11 +235,6 @@ def test_the_triage_command_says_of_the_run_directory_what_the_run_said(run: Run
         run.item_dir("differs").name: "golden_mismatch",
         run.item_dir("drift").name: "golden_mismatch",
     }
-
-
-def test_a_resume_records_both_phases(run: Run) -> None:
-    (attempt,) = run.attempts("drift")
-    assert attempt["exit_codes"] == [0, 0]
 
 
 def test_every_worker_reports_to_one_record(run: Run, project: Project) -> None:

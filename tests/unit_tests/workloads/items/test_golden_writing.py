@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from tiny_project import Project, Run, read_object, send, wait_until
+from tiny_project import Project, Run, send, wait_until
 
 from pytest_megatron.cli import group
 from pytest_megatron.workloads.golden.store import read_golden
@@ -180,20 +179,6 @@ def test_a_refresh_prints_a_table(refreshed: Run) -> None:
     ]
 
 
-def test_the_written_golden_passes_in_pytest_and_on_the_command_line(
-    refreshed: Run, project: Project
-) -> None:
-    run = project.run("recipes", "--test-case", "new", run_dir="run-check")
-    assert run.verdict("new") == ("PASSED", "passed")
-    metrics = run.item_dir("new") / "repeat_1" / "attempt_1" / "phase_1" / "metrics.json"
-    main = "from pytest_megatron.cli import main; main()"
-    check = [sys.executable, "-c", main, "golden", "check"]
-    files = ["--golden", str(project.golden_path("new")), "--observed", str(metrics)]
-    done = subprocess.run([*check, *files], check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert refreshed.returncode == 0
-
-
 def test_our_own_directory_does_not_make_the_tree_dirty(refreshed: Run, project: Project) -> None:
     assert refreshed.directory.is_relative_to(project.root / ".pytest_megatron")
     assert git(project, "status", "--porcelain", "--", ".", ":(exclude)golden_values") == ""
@@ -277,18 +262,6 @@ def test_a_tree_that_changes_while_it_is_measured_makes_no_golden(tmp_path: Path
     provenance = read_golden(project.golden_path("first")).provenance
     assert provenance is not None
     assert provenance.is_dirty is True
-
-
-def test_a_dirty_tree_may_be_allowed_and_is_recorded(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    project.row(project.case("new"), write_golden=False)
-    commit(project)
-    (tmp_path / "notes.txt").write_text("not committed")
-    run = project.run("recipes", "--golden", "record", "--allow-dirty")
-    assert run.verdict("new") == ("PASSED", "passed")
-    provenance = read_object(project.golden_path("new"))["_provenance"]
-    assert isinstance(provenance, dict)
-    assert provenance["is_dirty"] is True
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path: Path) -> None:

@@ -22,10 +22,10 @@ STANDING = QueueProgress(
     num_ended=0,
     num_running=1,
     num_waiting=2,
-    num_held=0,
-    detail="",
+    num_held=4,
+    detail="job 41 waits: Resources",
 )
-LINE = "pool: 0 of 3 ended, 1 running, 2 waiting"
+LINE = "pool: 0 of 3 ended, 1 running, 2 waiting, 4 to be submitted; job 41 waits: Resources"
 
 
 class FakeReporter:

@@ -3,117 +3,60 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
-import yaml
-from forked_sessions import fork_session
-from tiny_project import wait_until
+from tiny_project import Project, Run, send, wait_until
 
 pytestmark = pytest.mark.nightly
 
 ENGINES = Path(__file__).parents[1] / "engine"
-MARK = "QUEUE_PROJECT"  # in the environment of every process of a project
+POOL = ("recipes", "--executor", "pool")
 TRANSIENT = "RuntimeError: The server socket has failed to listen: EADDRINUSE"
 
 
-@dataclass(frozen=True, kw_only=True)
-class QueueProject:
-    """A folder with rows that are scripts, and the engine `pool`."""
+def queued(root: Path, **scripts: str) -> Project:
+    """Make a project with the engine `pool` and rows; `MARKS` in a script is a directory."""
+    metadata = root / "site" / "pool-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pool\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text(
+        "[pytest_megatron.engines]\npool = pool_engine:PoolEngine\n"
+    )
+    (root / "marks").mkdir()
+    project = Project(root=root, gpus=1, path=(str(root / "site"), str(ENGINES)))
+    for name, text in scripts.items():
+        script = f"echo $$ >> MARKS/{name}; {text}".replace("{", "{{").replace("}", "}}")
+        script = script.replace("MARKS", str(root / "marks"))
+        project.row(name, script=[script], write_golden=False)
+    return project
 
-    root: Path
 
-    def __post_init__(self) -> None:
-        (self.root / "recipes").mkdir(parents=True)
-        metadata = self.root / "site" / "pool-1.dist-info"
-        metadata.mkdir(parents=True)
-        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pool\nVersion: 1\n")
-        (metadata / "entry_points.txt").write_text(
-            "[pytest_megatron.engines]\npool = pool_engine:PoolEngine\n"
-        )
+def marks(project: Project, name: str) -> int:
+    """How often a row ran."""
+    path = project.root / "marks" / name
+    return len(path.read_text().splitlines()) if path.exists() else 0
 
-    def rows(self, **scripts: str) -> None:
-        """Write a row for each; `MARKS` in a script is the directory of marks."""
-        (self.root / "marks").mkdir(exist_ok=True)
-        products: list[object] = [
-            {
-                "test_case": [name],
-                "products": [
-                    {
-                        "environment": ["dev"],
-                        "scope": ["L0"],
-                        "script": [
-                            f"echo $$ >> MARKS/{name}; {text}".replace("{", "{{")
-                            .replace("}", "}}")
-                            .replace("MARKS", str(self.root / "marks"))
-                        ],
-                    }
-                ],
-            }
-            for name, text in scripts.items()
-        ]
-        spec = {"model": "gpt", "gpus": 1, "platforms": "cpu"}
-        recipe = {"type": "basic", "format_version": 1, "spec": spec, "products": products}
-        (self.root / "recipes" / "tiny.yaml").write_text(yaml.safe_dump(recipe))
 
-    def start(self, *arguments: str, **env: str) -> subprocess.Popen[str]:
-        return self._start(sys.executable, "-m", "pytest", "-p", "megatron", *arguments, **env)
-
-    def _start(self, *command: str, **env: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            command,
-            cwd=self.root,
-            env=self.env(**env),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,
-        )
-
-    def env(self, **more: str) -> dict[str, str]:
-        path = os.pathsep.join((str(self.root / "site"), str(ENGINES)))
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
-        return kept | {"PYTHONPATH": path, MARK: str(self.root), "COLUMNS": "300"} | more
-
-    def run(self, *arguments: str, **env: str) -> tuple[int, str]:
-        done = fork_session(["-p", "megatron", *arguments], self.root, self.env(**env))
-        return done.returncode, done.stdout + done.stderr
-
-    def run_program(self, program: str, argument: str) -> str:
-        return self._start(sys.executable, "-uc", program, argument).communicate(timeout=120)[0]
-
-    def marks(self, name: str) -> int:
-        """How often a row ran."""
-        path = self.root / "marks" / name
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-    def verdicts(self, run: str) -> dict[str, str]:
-        found = json.loads((self.root / run / "run.json").read_text())
-        return {name.split("::")[1]: item["verdict"] for name, item in found["items"].items()}
-
-    def is_quiet(self) -> bool:
-        """Whether nothing of it runs any more."""
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == str(self.root):
-                    return False
-            except psutil.Error:
-                continue
-        return True
+def verdicts(run: Run) -> dict[str, object]:
+    items = run.json["items"]
+    assert isinstance(items, dict)
+    return {
+        node.split("::")[1].partition("[")[0]: item["verdict"]
+        for node, item in items.items()
+        if isinstance(item, dict)
+    }
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> QueueProject:
-    project = QueueProject(root=tmp_path_factory.mktemp("queue"))
-    project.rows(
+def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
+    project = queued(
+        tmp_path_factory.mktemp("queue"),
         good="until test -e MARKS/once && test $(wc -l < MARKS/once) = 2; do sleep 0.02; done",
         bad="echo no luck >&2; exit 3",
         once=f"test $(wc -l < MARKS/once) = 2 || {{ echo '{TRANSIENT}' >&2; exit 1; }}",
@@ -133,9 +76,8 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(scope="module")
-def run(project: QueueProject) -> tuple[int, str]:
-    arguments = ("--executor", "pool", "recipes", "test_plain.py", "--run-dir", "run", "-rA")
-    return project.run(*arguments, "--junitxml", "junit.xml", POOL_LOG="pool.log")
+def run(project: Project) -> Run:
+    return project.run(*POOL, "test_plain.py", "--junitxml", "junit.xml", POOL_LOG="pool.log")
 
 
 def junit(path: Path) -> Mapping[str, ET.Element]:
@@ -144,62 +86,54 @@ def junit(path: Path) -> Mapping[str, ET.Element]:
 
 @pytest.mark.everyday
 def test_all_workloads_are_submitted_together_before_one_is_waited_for(
-    project: QueueProject, run: tuple[int, str]
+    project: Project, run: Run
 ) -> None:
     first, *others = (project.root / "pool.log").read_text().splitlines()
     items = sorted(key.split("-")[1] for key in first.split()[1:])
     assert items == ["bad", "good", "once"]
     assert [line.split("/")[1:] for line in others] == [["repeat_1", "attempt_2"]]
-    assert "megatron: engine pool, goldens: check, results in run" in run[1]
+    assert "megatron: engine pool, goldens: check, results in run" in run.stdout
 
 
 def test_items_have_their_outcomes_and_a_skip_is_never_submitted(
-    project: QueueProject, run: tuple[int, str]
+    project: Project, run: Run
 ) -> None:
-    assert run[0] == pytest.ExitCode.TESTS_FAILED
-    assert "1 failed, 3 passed, 1 skipped" in run[1]
-    assert project.verdicts("run") == {
-        "bad[dev-cpu]": "failed",
-        "good[dev-cpu]": "passed",
-        "once[dev-cpu]": "flaky",
-    }
-    assert [project.marks(name) for name in ("good", "bad", "once", "lost")] == [1, 1, 2, 0]
+    assert run.returncode == pytest.ExitCode.TESTS_FAILED
+    assert "1 failed, 3 passed, 1 skipped" in run.stdout
+    assert verdicts(run) == {"bad": "failed", "good": "passed", "once": "flaky"}
+    assert [marks(project, name) for name in ("good", "bad", "once", "lost")] == [1, 1, 2, 0]
 
 
 def test_an_item_is_reported_when_it_ended_under_its_name_with_its_own_time(
-    project: QueueProject, run: tuple[int, str]
+    project: Project, run: Run
 ) -> None:
-    assert "once[dev-cpu]: attempt 1: the script " in run[1]
+    assert "once[dev-cpu]: attempt 1: the script " in run.stdout
     cases = junit(project.root / "junit.xml")
     # `good` has room first and waits for what `once` does, after `bad`.
     names = [name.partition("[")[0] for name in cases]
     assert names.index("bad") < names.index("good")
-    record = json.loads((project.root / "run" / "run.json").read_text())["items"]
-    spent = record["recipes/tiny.yaml::good[dev-cpu]"]["duration_s"]
+    spent = run.record("good")["duration_s"]
+    assert isinstance(spent, float)
     assert float(str(cases["good[dev-cpu]"].get("time"))) >= spent > 0
 
 
-def test_exitfirst_cancels_what_has_not_ended(project: QueueProject) -> None:
-    other = QueueProject(root=project.root / "exitfirst")
-    other.rows(waits="sleep 600", fails="until test -e MARKS/waits; do sleep 0.02; done; exit 3")
-    code, text = other.run("--executor", "pool", "recipes", "--run-dir", "run", "-x")
-    assert (code, "stopping after 1 failures" in text) == (1, True)
-    wait_until(other.is_quiet, "the other job is gone")
-    assert other.verdicts("run") == {"fails[dev-cpu]": "failed"}
+def test_exitfirst_cancels_what_has_not_ended(tmp_path: Path) -> None:
+    fails = "until test -e MARKS/waits; do sleep 0.02; done; exit 3"
+    run = queued(tmp_path, waits="sleep 600", fails=fails).run(*POOL, "-x")
+    assert (run.returncode, "stopping after 1 failures" in run.stdout) == (1, True)
+    assert verdicts(run) == {"fails": "failed"}
 
 
-def test_ctrl_c_cancels_everything_and_reports_nothing(project: QueueProject) -> None:
-    other = QueueProject(root=project.root / "interrupt")
-    other.rows(waits="sleep 600", later="exit 0")
-    arguments = ("--executor", "pool", "recipes", "--run-dir", "run")
-    process = other.start(*arguments, POOL_SIZE="1", POOL_LOG="pool.log")
-    wait_until(lambda: other.marks("waits") == 1, "it runs")
-    os.killpg(process.pid, signal.SIGINT)
+def test_ctrl_c_cancels_everything_and_reports_nothing(tmp_path: Path) -> None:
+    other = queued(tmp_path, waits="sleep 600", later="exit 0")
+    process = other.start(*POOL, POOL_SIZE="1", POOL_LOG="pool.log")
+    wait_until(lambda: marks(other, "waits") == 1, "it runs")
+    send(process, signal.SIGINT, to_group=True)
     process.communicate(timeout=60)
     assert process.returncode == pytest.ExitCode.INTERRUPTED
     last = (other.root / "pool.log").read_text().splitlines()[-1]
     assert sorted(key.split("-")[1] for key in last.split()[1:]) == ["later", "waits"]
-    wait_until(other.is_quiet, "the job is gone")
+    wait_until(lambda: other.processes() == [], "the job is gone")
 
 
 # Many sessions in one process, one after the other.
@@ -216,9 +150,12 @@ REFUSED = [
 ]
 
 
-def test_what_makes_no_sense_is_a_usage_error(project: QueueProject) -> None:
-    text = project.run_program(SESSIONS, json.dumps([arguments for arguments, _ in REFUSED]))
-    *said, _ = text.split("exit code 4\n")
-    assert len(said) == len(REFUSED), text
-    for (_, error), found in zip(REFUSED, said, strict=True):
+def test_what_makes_no_sense_is_a_usage_error(project: Project) -> None:
+    words = [sys.executable, "-uc", SESSIONS, json.dumps([arguments for arguments, _ in REFUSED])]
+    done = subprocess.run(
+        words, cwd=project.root, env=project.env(), capture_output=True, text=True, check=False
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+    assert done.stdout.splitlines().count("exit code 4") == len(REFUSED)
+    for (_, error), found in zip(REFUSED, errors, strict=True):
         assert error in found

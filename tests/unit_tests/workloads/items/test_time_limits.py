@@ -28,11 +28,6 @@ DECLARATIONS = {
             parser.addoption("--timeout", type=float)
             parser.addini("timeout", "", type="float")
     """,
-    "none as default": """
-        def pytest_addoption(parser):
-            parser.addoption("--timeout", type=float)
-            parser.addini("timeout", "", type="float", default=None)
-    """,
 }
 OUR_DEFAULT = TimeLimit(300.0, "--rank-timeout")
 

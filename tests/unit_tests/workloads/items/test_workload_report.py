@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from recipe_texts import row_of
+
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt
 from pytest_megatron.triage.signatures import match_signature
@@ -15,7 +17,6 @@ from pytest_megatron.workloads.items.report import (
     training_failure,
 )
 from pytest_megatron.workloads.recipe.case import read_case
-from pytest_megatron.workloads.recipe.model import Row, parse_row
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.verdict.attempt import (
     Attempt,
@@ -26,25 +27,9 @@ from pytest_megatron.workloads.verdict.job import Training, WorkloadJob
 from pytest_megatron.workloads.verdict.retry import RetryPolicy, fingerprint
 
 SETTING = Setting(root=Path("/p"), env={}, tee_ranks=(), is_lightweight=False)
-WORKLOAD = parse_row(
-    Row(
-        line=7,
-        spec={
-            "model": "gpt",
-            "test_case": "tp1",
-            "environment": "dev",
-            "platforms": "cpu",
-            "scope": "L0",
-            "cadence": ["pr"],
-        },
-        axes=(),
-    ),
-    file=Path("recipes/r.yaml"),
-    variant=(),
-)
 JOB = WorkloadJob(
     node_id="recipes/r.yaml::tp1[dev-cpu]",
-    workload=WORKLOAD,
+    workload=row_of(),
     case=None,
     dirs=ItemDirs(root=Path("/run/item")),
     setting=SETTING,
@@ -121,13 +106,6 @@ def test_a_summary_counts_what_was_not_judged_and_says_why_once() -> None:
     assert summary_line(training(None), judgement).endswith(
         "in 10 iterations, off in the last digits, 2 not judged: iteration-time, "
         "mem-max-allocated-bytes (another host)"
-    )
-
-
-def test_a_summary_of_a_failure_is_short() -> None:
-    problem = training_failure(training(CRASH))
-    assert summary_line(training(CRASH), None, problem) == (
-        "0.0 s, rank 1 of 2 raised ValueError: no"
     )
 
 

@@ -105,12 +105,14 @@ class Project:
 
     Attributes:
         has_torch: Whether torch's agent starts the ranks, or one that starts in milliseconds.
+        path: First on PYTHONPATH.
     """
 
     root: Path
     entries: list[JsonValue] = field(default_factory=list)
     gpus: int = 2
     has_torch: bool = False
+    path: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
@@ -215,7 +217,7 @@ class Project:
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "COV_"))}
         found = {MARK: str(self.root), "COLUMNS": "400"} | more
         if not self.has_torch:
-            paths = (str(self.root / "agent"), found.get("PYTHONPATH", ""))
+            paths = (*self.path, str(self.root / "agent"), found.get("PYTHONPATH", ""))
             found["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         return kept | found
 
@@ -234,12 +236,12 @@ class Project:
             directory=self.root / run_dir,
         )
 
-    def start(self, *arguments: str, run_dir: str = "run") -> subprocess.Popen[str]:
+    def start(self, *arguments: str, run_dir: str = "run", **env: str) -> subprocess.Popen[str]:
         """Start pytest in a process group of its own."""
         return subprocess.Popen(
             self.command(*arguments, run_dir=run_dir),
             cwd=self.root,
-            env=self.env(),
+            env=self.env(**env),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -32,17 +32,10 @@ for step in range(last if mode != "early" else 5):
         os.makedirs("out/run_1", exist_ok=True)
         with open("out/run_1/log.jsonl", "w" if step == 0 else "a") as log:
             print(json.dumps({"step": step, "train/loss": loss, "lr": 0.1}), file=log)
-if mode == "ranks":
-    for step in range(last):
-        own = int(os.environ["RANK"]) if "own" in sys.argv else 0
-        print(f"step {step} loss {(2.0 + own) / (1 + step):.5f}", flush=True)
 if mode == "joint":
     for step in range(last):
         for rank in (0, 1):
             print(f"step {step} loss {(2.0 + rank) / (1 + step):.5f}")
-if mode == "again":
-    for number, step in enumerate([*range(last), *range(last)]):
-        print(f"step {step} loss {3.0 - 0.1 * number:.5f}")
 if mode == "epochs":
     for step in range(last):
         print(f"Train [{step}] Loss: {3.0 / (1 + 0.111 * step):.5f}")
@@ -180,18 +173,6 @@ def test_by_hand_a_command_has_the_gpus_of_its_row(
     assert "  platforms: dgx_h100\n" in row
 
 
-@pytest.mark.nightly
-def test_ranks_that_print_have_to_agree(project: Path) -> None:
-    launch = ["python", "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    done = record(project, "--", *launch, "loop.py", "ranks", "own", "--max_steps=12")
-    told = "apart: lines of rank 1: step 0 has two values of 'loss', 3.0 here and 2.0 in lines of"
-    assert (done.returncode, told in done.stderr) == (2, True), done.stdout + done.stderr
-    done = record(project, "--dry-run", "--", *launch, "loop.py", "ranks", "--max_steps=12")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "loss: 12 steps, 0 to 11 by 1, 2 -> 0.16667" in done.stdout
-    assert "  ranks: 2\n  last_step: 11\n" in done.stdout
-
-
 def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> None:
     launch = project / "accelerate"
     launch.write_text('#!/bin/sh\nshift 3\nexec python "$@"\n')
@@ -200,12 +181,6 @@ def test_ranks_that_print_into_one_log_are_not_counted_as_one(project: Path) -> 
     done = record(project, "--", *words)
     assert done.returncode == 2
     assert "log:2: step 0 has two values of 'loss', 2.0 and then 3.0; have" in done.stderr
-
-
-def test_a_step_that_starts_again_is_told_before_values_are_counted(project: Path) -> None:
-    done = record(project, "--dry-run", "--", "python", "loop.py", "again")
-    told = "log:13: step 0 has two values of 'loss', 3.0 and then 1.8"
-    assert (told in done.stdout, "printed, counted from 1" in done.stdout) == (True, True)
 
 
 def test_a_dry_run_shows_row_and_golden_and_writes_nothing(project: Path) -> None:
@@ -245,10 +220,6 @@ def test_runs_that_differ_are_told_and_give_no_golden(project: Path) -> None:
                 "ended with exit code 1, after step 0 (loss): "
                 'print("step 0 loss 2.0"); last += int("no number"); ValueError: inv'
             ),
-        ),
-        (
-            ["python", "-m", "torch.distributed.run", "loop.py", "crash"],
-            "base 10: 'no number'; fix it, then record it",
         ),
         (
             ["python", "loop.py", "early", "--max_steps=12"],
@@ -322,10 +293,6 @@ def test_a_line_that_quotes_make_one_word_is_told(project: Path, line: str, fix:
         (["python", "a b.py", "--bf16", "|", "tee", "log"], "python 'a b.py' --bf16 | tee log"),
         (["python", "loop.py", "2>&1", ">", "log"], "python loop.py 2>&1 > log"),
         (["python", "loop.py", "&&", "echo", "done"], "python loop.py && echo done"),
-        (["python", "loop.py", "--bf16", "2>&1"], "python loop.py --bf16 2>&1"),
-        (["python", "loop.py", "--bf16", "&"], "python loop.py --bf16 &"),
-        (["cd", "src", ";", "python", "loop.py"], "cd src ; python loop.py"),
-        (["python", "loop.py", "2>/dev/null"], "python loop.py 2>/dev/null"),
     ],
 )
 def test_a_word_that_only_a_shell_understands_is_refused(

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from recipe_texts import row_of
+from recipe_rows import row_of
 
 from pytest_megatron.runs.layout import ItemDirs
 from pytest_megatron.runs.record import RecordedAttempt

@@ -122,14 +122,6 @@ def test_compat_iterates_over_a_bare_string() -> None:
     assert rows(read(text, "compat"), "scope") == [("m",), ("r",)]
 
 
-def test_compat_takes_words_that_nobody_knows() -> None:
-    text = """products:
-  - test_case: [a]
-    products: [{environment: [dev], scope: [mr], platforms: ["dg  x_h100"]}]
-"""
-    assert rows(read(text, "compat"), "platforms") == [("dg  x_h100",)]
-
-
 def test_compat_tolerates_a_duplicate_key() -> None:
     text = """products:
   - test_case: [a]
@@ -193,13 +185,4 @@ def test_compat_collects_every_problem_of_a_file() -> None:
         "r.yaml:14: environment: found 3, expected a list",
         "r.yaml:15: test_case: stands inside a product, expected it beside 'products'",
         "r.yaml:16: products: found None, expected a list",
-    ]
-
-
-def test_compat_names_a_missing_spec_and_missing_products() -> None:
-    assert problems(read("type: basic\nproducts: []\n", "compat")) == [
-        "r.yaml:1: spec: found None, expected it filled in"
-    ]
-    assert problems(read("type: basic\nspec: {}\n", "compat")) == [
-        "r.yaml:1: products: found None, expected it filled in"
     ]

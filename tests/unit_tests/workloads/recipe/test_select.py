@@ -54,12 +54,6 @@ def test_each_filter_is_exact_equality(selection: Filters, expected: list[str]) 
     ("selection", "expected"),
     [
         pytest.param(
-            {"platform": ("dgx_h10",)},
-            "--platform: unknown platform 'dgx_h10', expected one of cpu, dgx_a100, dgx_gb200, "
-            "dgx_h100, dgx_h200; did you mean 'dgx_h100'?",
-            id="platform",
-        ),
-        pytest.param(
             {"test_case": ("alpa",)},
             "--test-case: unknown test case 'alpa', expected one of alpha, beta; "
             "did you mean 'alpha'?",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from pytest_megatron.base.files import JsonValue
+from recipe_rows import row_of
+
 from pytest_megatron.workloads.recipe.case import (
     Argument,
     CaseMode,
@@ -15,7 +16,7 @@ from pytest_megatron.workloads.recipe.case import (
     Variant,
     WorkloadCase,
 )
-from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
+from pytest_megatron.workloads.recipe.model import Workload
 
 FILE = Path("gpt/model_config.yaml")
 # A sound model on 16 ranks: TP 2 x PP 2 x CP 2, so DP 2.
@@ -32,23 +33,11 @@ SOUND: Mapping[str, str] = {
     "--sequence-parallel": "true",
     "--bf16": "true",
 }
-_ROW: dict[str, JsonValue] = {
-    "model": "gpt",
-    "test_case": "gpt3",
-    "environment": "dev",
-    "platforms": "dgx_h100",
-    "scope": "L0",
-    "cadence": ["pr"],
-    "gpus": 8,
-    "nodes": 2,
-    "training_script_path": "train.py",
-}
 
 
 def row(**changes: str | int) -> Workload:
-    return parse_row(
-        Row(line=7, spec={**_ROW, **changes}, axes=()), file=Path("recipes/r.yaml"), variant=()
-    )
+    usual: dict[str, str | int] = {"platforms": "dgx_h100", "gpus": 8, "nodes": 2}
+    return row_of(**{**usual, "training_script_path": "train.py", **changes})
 
 
 def case(

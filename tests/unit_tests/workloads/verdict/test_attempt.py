@@ -186,20 +186,6 @@ def test_values_without_steps_are_counted_as_such(tmp_path: Path) -> None:
     assert cause.text.endswith(", after logged value 7")
 
 
-def test_a_rank_that_ran_out_of_memory_is_known_and_not_run_again(tmp_path: Path) -> None:
-    end = phase(tmp_path, returncode=1)
-    (tmp_path / "logs" / "1").mkdir()
-    (tmp_path / "logs" / "1" / "stderr.log").write_text(
-        "Traceback (most recent call last):\n"
-        '  File "train.py", line 1, in <module>\n'
-        "torch.OutOfMemoryError: CUDA out of memory.\n"
-    )
-    cause = cause_of(end)
-    assert cause is not None
-    assert cause.signature is not None
-    assert (cause.rank, cause.signature.id, cause.is_transient) == (1, "cuda_oom", False)
-
-
 def test_a_rank_that_stays_is_where_its_current_thread_is() -> None:
     stack = (
         "Thread 0x00007f9a9b9f26c0 (most recent call first):",

@@ -180,11 +180,3 @@ def test_the_tolerance_follows_from_the_case(tmp_path: Path, text: str, toleranc
     path = tmp_path / "model_config.yaml"
     path.write_text(f"TEST_TYPE: checkpoint-consistency\nMODEL_ARGS:\n  --num-layers: 2\n{text}")
     assert tolerance_of(read_case(path)) == pytest.approx(tolerance)
-
-
-def test_megatrons_32_layers_in_bf16_come_to_megatrons_tolerance(tmp_path: Path) -> None:
-    path = tmp_path / "model_config.yaml"
-    path.write_text(
-        "TEST_TYPE: checkpoint-consistency\nMODEL_ARGS: {--num-layers: 32, --bf16: true}\n"
-    )
-    assert tolerance_of(read_case(path)) == pytest.approx(0.0829, abs=5e-5)

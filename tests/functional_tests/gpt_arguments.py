@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from faults import Fault, parse_fault
-
 T = TypeVar("T")
 A = TypeVar("A", bound="Arguments")
 
@@ -59,9 +57,6 @@ class Arguments:
         "auto", "kernel of the attention", ("auto", "flash", "fused", "unfused", "local")
     )
     fp8_format: str | None = flag(None, "numbers of FP8 matrix products", ("e4m3", "hybrid"))
-    fp8_recipe: str = flag(
-        "delayed", "how FP8 values are scaled", ("delayed", "tensorwise", "blockwise")
-    )
     # Mixture of experts
     num_experts: int | None = flag(None, "experts per layer (default: a dense model)")
     moe_router_topk: int = flag(2, "experts that a token is sent to")
@@ -81,7 +76,6 @@ class Arguments:
     weight_decay: float = flag(0.01, "decay of weights")
     adam_beta1: float = flag(0.9, "decay of the gradient's mean")
     adam_beta2: float = flag(0.999, "decay of the gradient's square")
-    adam_eps: float = flag(1e-8, "added to Adam's denominator")
     clip_grad: float = flag(1.0, "largest norm of the gradient; 0 does not clip")
     seed: int = flag(1234, "seed of data, weights and dropout")
     bf16: bool = flag(default=False, text="train in bfloat16 with fp32 main weights")
@@ -116,9 +110,6 @@ class Arguments:
     recompute_num_layers: int | None = flag(None, "layers per unit of full recomputing")
     overlap_grad_reduce: bool = flag(default=False, text="reduce gradients during backward")
     overlap_param_gather: bool = flag(default=False, text="gather parameters during forward")
-    distributed_backend: str = flag(
-        "auto", "auto is nccl where there is a GPU", ("nccl", "gloo", "auto")
-    )
     # Checkpoints
     save: Path | None = field(
         default=None, metadata={"help": "directory to write checkpoints to", "choices": None}
@@ -138,12 +129,7 @@ class Arguments:
     log_memory_to_tensorboard: bool = flag(default=False, text="log mem-allocated-bytes and others")
     log_timers_to_tensorboard: bool = flag(default=False, text="log iteration-time")
     # The harness's own tests
-    fault: str | None = flag(None, "misbehave: KIND@ITERATION[:RANK], see faults.py")
-
-    @property
-    def parsed_fault(self) -> Fault | None:
-        """The fault that `fault` spells."""
-        return None if self.fault is None else parse_fault(self.fault)
+    fault: str | None = flag(None, "misbehave: kill@ITERATION, or nan@ITERATION for its loss")
 
     @property
     def virtual_pipeline_model_parallel_size(self) -> int | None:
@@ -218,155 +204,33 @@ def parse_with(
 
 
 def check(arguments: Arguments, world_size: int) -> None:
-    """Check that the values fit together and the world.
+    """Check what megatron-core would take and train as something else, or not save.
 
     Raises:
-        ValueError: They do not; the message names the flag, the value and what was expected.
+        ValueError: The message names the flag, the value and what was expected.
     """
-    _check_counts(arguments)
-    _check_layout(arguments, world_size)
-    _check_experts(arguments, world_size)
-    _check_model(arguments)
-    _check_training(arguments, world_size)
-    _ = arguments.parsed_fault
-
-
-def _check_counts(arguments: Arguments) -> None:
-    """Check that whatever is counted is at least 1."""
-    for one in dataclasses.fields(arguments):
-        value = getattr(arguments, one.name)
-        if type(value) is int and value < 1 and one.name not in ("seed", "lr_warmup_iters"):
-            name = one.name.replace("_", "-")
-            raise ValueError(f"--{name}: {value} is less than 1")
-
-
-def _check_layout(arguments: Arguments, world_size: int) -> None:
-    """Check the parallel layout against the number of ranks."""
     if arguments.context_parallel_size != 1:
-        raise ValueError(
-            f"--context-parallel-size: {arguments.context_parallel_size} is not supported by this"
-            " program, expected 1"
-        )
+        raise ValueError("--context-parallel-size: this program does not cut sequences, expected 1")
     if world_size % arguments.model_parallel_size:
         raise ValueError(
             f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size} times"
             f" --pipeline-model-parallel-size {arguments.pipeline_model_parallel_size} does not"
-            f" divide the {world_size} ranks that were started; start a multiple of"
-            f" {arguments.model_parallel_size}"
+            f" divide the {world_size} ranks that were started"
         )
-    _check_virtual_stages(arguments)
-    if arguments.fp8_format is not None and not (
-        arguments.bf16 and arguments.transformer_impl == "transformer_engine"
-    ):
-        raise ValueError(
-            "--fp8-format: needs --transformer-impl transformer_engine and --bf16; add them, or"
-            " drop it"
-        )
-
-
-def _check_virtual_stages(arguments: Arguments) -> None:
-    """Check that the layers can be cut into chunks as asked."""
-    layers, name = (
-        arguments.num_layers_per_virtual_pipeline_stage,
-        "--num-layers-per-virtual-pipeline-stage",
-    )
-    if layers is None:
-        return
-    if arguments.pipeline_model_parallel_size == 1:
-        raise ValueError(f"{name}: needs --pipeline-model-parallel-size of at least 2")
-    if arguments.num_layers % (arguments.pipeline_model_parallel_size * layers):
-        raise ValueError(
-            f"{name}: {layers} times --pipeline-model-parallel-size"
-            f" {arguments.pipeline_model_parallel_size} does not divide --num-layers"
-            f" {arguments.num_layers}"
-        )
-    if arguments.save is not None or arguments.load is not None:
-        raise ValueError(f"{name}: this program saves and loads one chunk per rank only; drop it")
-
-
-def _check_experts(arguments: Arguments, world_size: int) -> None:
-    """Check that experts can be shared as asked."""
-    experts, expert_ranks = arguments.num_experts, arguments.expert_model_parallel_size
-    if experts is None and expert_ranks > 1:
-        raise ValueError("--expert-model-parallel-size: needs --num-experts")
-    if experts is not None and experts % expert_ranks:
-        raise ValueError(
-            f"--expert-model-parallel-size: {expert_ranks} does not divide --num-experts {experts}"
-        )
-    is_cut = arguments.tensor_model_parallel_size > 1
-    if experts is not None and is_cut and not arguments.sequence_parallel:
-        raise ValueError(
-            "--num-experts: megatron-core trains experts with tensor parallelism only together with"
-            " --sequence-parallel; add it, or use --tensor-model-parallel-size 1"
-        )
-    if experts is not None and not arguments.disable_bias_linear:
-        raise ValueError(
-            "--num-experts: megatron-core's local experts do not train with biases; add"
-            " --disable-bias-linear"
-        )
-    stage_size = world_size // arguments.pipeline_model_parallel_size
-    if stage_size % expert_ranks:
-        raise ValueError(
-            f"--expert-model-parallel-size: {expert_ranks} does not divide the {stage_size} ranks"
-            " of a pipeline stage"
-        )
-
-
-def _check_model(arguments: Arguments) -> None:
-    """Check that the model can be cut as asked."""
-    tensor, pipeline = arguments.tensor_model_parallel_size, arguments.pipeline_model_parallel_size
-    for name, value, divisor in (
-        ("--num-layers", arguments.num_layers, pipeline),
-        ("--num-attention-heads", arguments.num_attention_heads, tensor),
-        ("--num-query-groups", arguments.num_query_groups or tensor, tensor),
-        ("--num-attention-heads", arguments.num_attention_heads, arguments.num_query_groups or 1),
-        ("--hidden-size", arguments.hidden_size, arguments.num_attention_heads),
-        ("--vocab-size", arguments.vocab_size, tensor),
-    ):
-        if value % divisor:
-            raise ValueError(
-                f"{name}: {value} is not a multiple of {divisor}, as this layout needs"
-            )
-    if arguments.sequence_parallel and arguments.seq_length % tensor:
-        raise ValueError(
-            f"--seq-length: {arguments.seq_length} is not a multiple of {tensor}, as"
-            " --sequence-parallel needs"
-        )
-    is_full = arguments.recompute_granularity == "full"
-    for name, given in (
-        ("--recompute-method", arguments.recompute_method),
-        ("--recompute-num-layers", arguments.recompute_num_layers),
-    ):
-        if (given is not None) != is_full:
-            raise ValueError(f"{name}: belongs to --recompute-granularity full, and only to it")
-    positions = arguments.max_position_embeddings
-    if positions is not None and positions < arguments.seq_length:
-        raise ValueError(
-            f"--max-position-embeddings: {positions} is less than --seq-length"
-            f" {arguments.seq_length}"
-        )
-
-
-def _check_training(arguments: Arguments, world_size: int) -> None:
-    """Check batches, schedule and checkpoints."""
     per_step = arguments.micro_batch_size * (world_size // arguments.model_parallel_size)
     if arguments.global_batch_size % per_step:
         raise ValueError(
             f"--global-batch-size: {arguments.global_batch_size} is not a multiple of {per_step},"
             " the micro batch size times the data parallel size"
         )
-    stages = arguments.pipeline_model_parallel_size
-    if arguments.num_layers_per_virtual_pipeline_stage is not None and (
-        arguments.global_batch_size // per_step % stages
+    if arguments.fp8_format is not None and not (
+        arguments.bf16 and arguments.transformer_impl == "transformer_engine"
     ):
+        raise ValueError("--fp8-format: needs --transformer-impl transformer_engine and --bf16")
+    is_saved = arguments.save is not None or arguments.load is not None
+    if is_saved and arguments.num_layers_per_virtual_pipeline_stage is not None:
         raise ValueError(
-            f"--num-layers-per-virtual-pipeline-stage: {arguments.global_batch_size // per_step}"
-            f" micro batches of a rank are not a multiple of the {stages} pipeline stages"
-        )
-    if arguments.lr_warmup_iters >= arguments.train_iters:
-        raise ValueError(
-            f"--lr-warmup-iters: {arguments.lr_warmup_iters} is not less than --train-iters"
-            f" {arguments.train_iters}"
+            "--num-layers-per-virtual-pipeline-stage: this program saves one chunk a rank; drop it"
         )
     if arguments.save_interval is not None and arguments.save is None:
         raise ValueError("--save-interval: needs --save DIRECTORY")

@@ -17,27 +17,6 @@ from gpt_arguments import Arguments
 from megatron.core import parallel_state, tensor_parallel
 
 
-def choose_backend(arguments: Arguments) -> str:
-    """Decide between NCCL on GPUs and gloo on the CPU.
-
-    Raises:
-        RuntimeError: NCCL is asked for and there is no GPU, or gloo and there is one.
-    """
-    has_cuda = torch.cuda.is_available()
-    match arguments.distributed_backend:
-        case "nccl" if not has_cuda:
-            raise RuntimeError("--distributed-backend: nccl needs a GPU, and torch sees none")
-        case "gloo" if has_cuda:
-            raise RuntimeError(
-                "--distributed-backend: gloo trains on the CPU, and torch sees a GPU; hide it with"
-                " CUDA_VISIBLE_DEVICES="
-            )
-        case "auto":
-            return "nccl" if has_cuda else "gloo"
-        case named:
-            return named
-
-
 @contextlib.contextmanager
 def joined_world(arguments: Arguments) -> Iterator[torch.device]:
     """Join the process groups for as long as the context is open; gives this rank's device.
@@ -45,7 +24,7 @@ def joined_world(arguments: Arguments) -> Iterator[torch.device]:
     The groups are left in order only when the run succeeds: after an exception the other ranks
     may be gone, and waiting for them would turn a failure into a hang.
     """
-    backend = choose_backend(arguments)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     with contextlib.ExitStack() as stack:
         if backend == "nccl":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

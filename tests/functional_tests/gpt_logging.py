@@ -16,7 +16,6 @@ from typing import Self
 
 import psutil
 import torch
-from faults import Kind
 from gpt_arguments import Arguments
 from torch.utils.tensorboard import SummaryWriter
 
@@ -63,12 +62,10 @@ class RunLog:
     def __init__(self, arguments: Arguments, device: torch.device) -> None:
         self.arguments = arguments
         self.device = device
-        rank = torch.distributed.get_rank()
-        self.is_speaking = rank == torch.distributed.get_world_size() - 1
-        fault = arguments.parsed_fault
-        is_mute = fault is not None and fault.kind is Kind.SILENT and fault.concerns(rank)
+        size = torch.distributed.get_world_size()
+        self.is_speaking = torch.distributed.get_rank() == size - 1
         self.writer: SummaryWriter | None = None
-        if self.is_speaking and arguments.tensorboard_dir is not None and not is_mute:
+        if self.is_speaking and arguments.tensorboard_dir is not None:
             self.writer = SummaryWriter(log_dir=str(arguments.tensorboard_dir))
         self.num_skipped = 0
         self.num_nan = 0

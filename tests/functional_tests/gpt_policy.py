@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from faults import misbehave
 from gpt_data import Dataset
 from gpt_logging import RunLog, Step
 from gpt_model import Trained
@@ -46,10 +45,8 @@ def train_policy(
     arguments: GrpoArguments, trained: Trained, device: torch.device, log: RunLog
 ) -> None:
     """Run the iterations from the first to the last."""
-    rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
     last = arguments.exit_interval or arguments.train_iters
     for iteration in range(1, last + 1):
-        misbehave(fault, iteration, rank)
         log.tell(train_step(arguments, trained, device, iteration))
 
 

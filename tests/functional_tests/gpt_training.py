@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+import signal
 import time
 from collections.abc import Iterator
 
 import torch
-from faults import Kind, misbehave
 from gpt_arguments import Arguments
 from gpt_checkpoint import load_checkpoint, save_checkpoint
 from gpt_data import Batch, Dataset, first_indices
@@ -30,13 +31,13 @@ from megatron.core.transformer.moe.moe_utils import (
 
 def train(arguments: Arguments, trained: Trained, device: torch.device, log: RunLog) -> None:
     """Run the iterations from the resumed one, or the first, to the last."""
-    rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
     done = load_checkpoint(arguments.load, trained) if arguments.load else 0
     saved = done
     for chunk in trained.chunks:
         chunk.train()
     for iteration in range(done + 1, arguments.train_iters + 1):
-        misbehave(fault, iteration, rank)
+        if arguments.fault == f"kill@{iteration}":
+            os.kill(os.getpid(), signal.SIGKILL)
         log.tell(train_step(arguments, trained, device, iteration))
         is_last = iteration == arguments.train_iters or (
             arguments.exit_interval is not None and iteration % arguments.exit_interval == 0
@@ -140,11 +141,10 @@ def loss_of(
         RuntimeError: The loss is NaN or infinite and may not be.
     """
     loss = token_losses.float().mean()
-    rank, fault = torch.distributed.get_rank(), arguments.parsed_fault
-    if fault is not None and fault.is_at(Kind.NAN, iteration, rank):
+    if arguments.fault == f"nan@{iteration}":
         loss = loss * math.nan
     if arguments.check_for_nan_in_loss_and_grad and not torch.isfinite(loss):
-        found = "NaN" if torch.isnan(loss) else "Inf"
+        found, rank = "NaN" if torch.isnan(loss) else "Inf", torch.distributed.get_rank()
         raise RuntimeError(
             f"Rank {rank}, iteration {iteration}: Unexpected result {loss.item()}"
             f" (message='found {found} in local forward loss calculation')"

@@ -9,7 +9,7 @@ parallel layouts agree but for rounding. Nothing is written outside the director
 
 To read on: gpt_training.py is the loop, gpt_model.py what is trained, gpt_data.py the text,
 gpt_checkpoint.py and gpt_logging.py what is written, gpt_distributed.py how a rank joins the
-others, cpu_device.py how megatron-core runs without a GPU, faults.py how a run fails on request.
+others, cpu_device.py how megatron-core runs without a GPU.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ collectives make them do; the last rank prints the iteration line and writes the
 start of an iteration. The file that TINY_TRAIN_STATE names outlives an attempt: a transient fault
 happens only while it is not there, `spawn` writes the id of a process into it once that is up.
 `hang` makes a file of that name with `.up` behind it. `ecc` is a transient fault that a pretended
-GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `dns` is one
-that lasts; `watchdog` is a hang of NCCL; `stay` does not exit after the last iteration,
-and `late` raises there as well; `caught` logs what it raised, and goes on a while later.
+GPU of `pretend_nvml.py` has, and `flip` one that makes a loss NaN and raises nothing; `watchdog`
+is a hang of NCCL; `stay` does not exit after the last iteration, and `late` raises there as well;
+`caught` logs what it raised, and goes on a while later.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ STEP_MS = os.environ.get("TINY_TRAIN_STEP_MS", "1.0")
 FLOOD_BYTES = 4 << 20
 ERRORS = {
     "crash": ValueError(f"the crash of rank {RANK}"),
-    "dns": OSError("Temporary failure in name resolution"),
     "oom": RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-    "alarming": AssertionError("the loss is wrong; EADDRINUSE was handled"),
     "import": ModuleNotFoundError("No module named 'transformer_engine'"),
     "nccl": RuntimeError("NCCL error: remote process exited or there was a network error"),
 }
@@ -83,10 +81,6 @@ class Faults:
     def misbehave(self, iteration: int) -> None:
         for kind in [kind for kind in self.at if self.is_due(kind, iteration)]:
             self.do(kind)
-
-    def misbehave_once_resumed(self, iteration: int) -> None:
-        if self.is_due("hang-if-resumed", iteration):
-            self.do("hang")
 
     def misbehave_at_the_end(self) -> None:
         if "late" in self.at:
@@ -282,8 +276,6 @@ def main() -> None:
         print(f"resumed after iteration {start}", flush=True)
     for iteration in range(start + 1, args.train_iters + 1):
         faults.misbehave(iteration)
-        if start:
-            faults.misbehave_once_resumed(iteration)
         wait_for_others(iteration)
         loss = faults.loss(iteration, args.seed, is_resumed=start > 0)
         if IS_LAST:

@@ -81,15 +81,9 @@ def test_experts_are_read_by_position_in_any_order(tmp_path: Path) -> None:
     [
         ({"throughput": [1.0]}, "holds no request, expected one object a request, by its id"),
         (
-            {"0": {"generated_tokens": "abc"}},
-            "0.generated_tokens: found 'abc', expected a list; write [abc]",
-        ),
-        (
             {"0": {"generated_tokens": [1.5]}},
             "0.generated_tokens[0]: found 1.5, expected an integer > -9.0072e+15 and < 9.0072e+15",
         ),
-        ({"0": {"logprobs": [None]}}, "0.logprobs[0]: found None, expected a number"),
-        ({"0": {"generated_text": 7}}, "0.generated_text: found 7, expected a string"),
         (
             {
                 "0": {

@@ -169,21 +169,6 @@ def test_a_new_golden_says_where_it_comes_from(refreshed: Run, project: Project)
     assert provenance.config_hash is not None
 
 
-def test_a_refresh_prints_a_table(refreshed: Run) -> None:
-    lines = refreshed.stdout.splitlines()
-    start = lines.index("goldens: 2 written")
-    assert lines[start + 1] == "2 goldens: 1 changed, 1 unchanged; another curve in 1"
-    assert lines[start + 3].split() == [
-        *("golden_values/gpt/old/golden_values_dev_cpu.json", "lm", "loss"),
-        *("10", "0.007771", "7.8e-02", "3", "curve"),
-    ]
-
-
-def test_our_own_directory_does_not_make_the_tree_dirty(refreshed: Run, project: Project) -> None:
-    assert refreshed.directory.is_relative_to(project.root / ".pytest_megatron")
-    assert git(project, "status", "--porcelain", "--", ".", ":(exclude)golden_values") == ""
-
-
 def test_a_refresh_in_which_no_workload_ran_says_so(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("new"), write_golden=False, platforms=["dgx_a100"])

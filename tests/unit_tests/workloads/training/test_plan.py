@@ -201,23 +201,9 @@ def test_the_row_says_how_long_it_may_take(tmp_path: Path) -> None:
     assert limits == [1800, 9]
 
 
-@pytest.mark.parametrize(
-    ("changes", "error"),
-    [
-        pytest.param(
-            {"script": "echo ${HOME}"},
-            "recipes/r.yaml:7: 'echo ${HOME}' uses {HOME}, which the row does not have; "
-            "add the key, or double the braces",
-            id="a brace that is not doubled",
-        ),
-    ],
-)
-def test_a_row_that_cannot_be_run_is_named_with_its_line(
-    tmp_path: Path, changes: dict[str, str | int], error: str
-) -> None:
-    with pytest.raises(RecipeError) as caught:
-        plan(tmp_path, REGULAR, workload(**changes))
-    assert str(caught.value).startswith(error)
+def test_a_row_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"recipes/r\.yaml:7: 'echo \$\{HOME\}' uses \{HOME\}"):
+        plan(tmp_path, REGULAR, workload(script="echo ${HOME}"))
 
 
 def test_a_row_without_a_program_is_named(tmp_path: Path) -> None:

@@ -347,19 +347,3 @@ def test_an_answer_about_a_workload_that_ended_is_passed_over() -> None:
     clock.now = 10.0
     assert [end.name for end in scheduler.step()] == ["a"]
     assert scheduler.standing.num_running == 0
-
-
-def test_the_standing_counts_orders_and_quotes_the_engine() -> None:
-    engine, clock = FakeEngine(), FakeClock()
-    scheduler = WorkloadScheduler(engine, most_submissions=3, clock=clock)
-    scheduler.add([work(f"w{n}", expected_s=10.0) for n in range(5)])
-    scheduler.step()
-    engine.end("w0/1/1")
-    engine.tell("w1/1/1", SubmissionPhase.RUNNING, "runs on node1")
-    engine.tell("w2/1/1", SubmissionPhase.WAITING, "waits: Resources")
-    clock.now = 10.0
-    scheduler.step()
-    found = scheduler.standing
-    assert (found.num_works, found.num_ended, found.num_running) == (5, 1, 1)
-    assert (found.num_waiting, found.num_held) == (2, 1)
-    assert found.detail == "waits: Resources"

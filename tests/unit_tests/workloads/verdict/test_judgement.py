@@ -51,14 +51,6 @@ def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) ->
     ("changes", "expected"),
     [
         pytest.param(
-            {
-                "lm_loss": HARDLY,
-                "num-zeros": {s: 2.2 * v for s, v in SOUND["num-zeros"].items()},
-            },
-            "lm loss is off at step 1 (and 1 more)",
-            id="one with a step before a mean",
-        ),
-        pytest.param(
             {"lm_loss": {7: float("nan")}, "val_loss": {20: 3.96}},
             "lm loss is nan at step 7 (and 1 more)",
             id="a value that is none",
@@ -67,11 +59,6 @@ def judgement(gaps: tuple[str, ...] = (), **changes: dict[int, Value | None]) ->
             {"lm_loss": {30: 9.0}, "val_loss": {20: 3.96}},
             "val loss is off at step 20 (and 1 more)",
             id="the one that was off first",
-        ),
-        pytest.param(
-            {"lm_loss": {50: 2.7}, "iteration-time": {30: None}},
-            "lm loss is off at step 50 (and 1 more)",
-            id="a time after the others",
         ),
         pytest.param(
             {"lm_loss": {25: 3.7500005, **dict.fromkeys(range(31, 51), 3.45)}},

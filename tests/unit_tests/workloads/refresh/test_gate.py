@@ -470,6 +470,7 @@ ODD: dict[str, tuple[MetricMap, list[str]]] = {
         metric_map({s: round(float(v), 2) for s, v in curve().items() if s % 25 == 0}),
         ["rounded"],
     ),
+    "a mean of eight in bfloat16": (metric_map(cut_to(curve(), bits=11)), ["rounded"]),
     "float32": (metric_map(cut_to(curve(), bits=24)), []),
     "five decimals": (metric_map({s: round(float(v), 5) for s, v in curve().items()}), []),
     "every tenth step": (metric_map({s: v for s, v in curve().items() if s % 10 == 0}), []),

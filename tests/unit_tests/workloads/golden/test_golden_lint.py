@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from golden_command import run
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.findings import Finding
@@ -216,3 +217,31 @@ def test_goldens_are_left_alone_where_it_is_not_known_who_reads_them(tree: Tree)
     (tree.root / "recipes/bad.yaml").write_text("products: [")
     (finding,) = tree.lint()
     assert f"{NAME} error golden-unreadable: holds no metric" in finding
+
+
+def test_the_command_prints_findings_and_what_it_looked_at(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tree.root)
+    sound = tree.golden(tree.beside / NAME).relative_to(tree.root)
+    stray = sound.with_name("golden_values_dev_dgx_h100_2nd.json")
+    stray.write_text("{}")
+    found = run("lint")
+    line, *counts = found.out.splitlines()
+    assert line == (
+        f"{stray}: warning: no row of the recipes reads this golden; remove it or add a row "
+        "[unreachable-golden]"
+    )
+    assert (found.code, counts) == (
+        0,
+        ["0 errors, 1 warning", "2 goldens; 1 of them read by a row"],
+    )
+    sound.write_text("{}")
+    found = run("lint", sound, "--format", "github")
+    told = f"::error file={sound},title=golden-unreadable::holds no metric ({{}}), expected an "
+    assert (found.code, found.out) == (1, f"{told}object of metrics; record it again\n")
+    assert run("lint", "nothing").code == 2
+    Path("recipes/bad.yaml").write_text("products: [")
+    assert run("lint").err == (
+        "1 recipe with errors, see pytest-megatron lint; so no golden is named as unreachable\n"
+    )

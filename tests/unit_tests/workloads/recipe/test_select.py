@@ -99,9 +99,3 @@ def test_an_empty_result_names_the_filter_to_drop_and_the_nearest_rows() -> None
 def test_without_workloads_there_is_nothing_to_match() -> None:
     with pytest.raises(SelectionError, match=r"--scope L1: there are no workloads, expected"):
         select([], {"scope": ("L1",)}, Vocabulary())
-
-
-def test_a_project_may_add_words() -> None:
-    words = Vocabulary(platforms=Vocabulary().platforms | {"dgx_b300"})
-    with pytest.raises(SelectionError, match="matches none of 5 workloads"):
-        select(WORKLOADS, {"platform": ("dgx_b300",)}, words)

@@ -11,44 +11,60 @@ it with the options.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from pytest_megatron.session.options import OPTION_ROWS, dest
+from pytest_megatron.session.options import OPTION_ROWS, OptionRow
 
 PAGE = Path(__file__).parent / "options.md"
-_ROW = re.compile(r"^\| `(?:--|megatron_)([\w-]+).*` \| (.*?) \| (.*) \|$", re.MULTILINE)
-OPTIONS = "| option | ini option | default | meaning |\n|---|---|---|---|\n"
+_ROW = re.compile(r"^\| `(?:--|megatron_)([\w-]+)[^`]*` \| (.*?) \| (.*) \|$", re.MULTILINE)
+OPTIONS = "| option | default | meaning |\n|---|---|---|\n"
 SETTINGS = "| setting | default | meaning |\n|---|---|---|\n"
+# Of each table of options, in the order of the page.
+GROUPS = (
+    ("ranks", "gpus", "platform", "golden", "plan"),
+    (
+        *("device", "rank-timeout", "rerun-transient", "leaks", "tee-ranks", "pdb-rank"),
+        *("ranks-per-gpu", "nnodes", "node-rank", "rdzv-endpoint"),
+    ),
+    (
+        *("model", "test-case", "scope", "cadence", "environment", "tag"),
+        *("labels", "ci-event", "bucket", "allow-empty"),
+    ),
+    (
+        *("executor", "executor-config", "run-dir", "n-repeat", "max-attempts", "lightweight"),
+        *("golden-policy", "golden-reason", "allow-dirty", "fake-ranks", "tensor-trace"),
+    ),
+)
 
 
 def tables() -> list[str]:
-    """Return the tables of options and of settings, with their heads."""
+    """Return the tables of options and the one of settings, with their heads."""
     page = PAGE.read_text(encoding="utf-8")
-    return [
-        head + "".join(f"{row}\n" for row in _rows(page, are_settings=head == SETTINGS))
-        for head in (OPTIONS, SETTINGS)
-    ]
+    cells = {name.replace("_", "-"): rest for name, *rest in _ROW.findall(page)}
+    rows = {row.name: row for row in OPTION_ROWS.values()}
+    settings = [row for row in rows.values() if row.is_setting]
+    groups = [[rows.pop(name) for name in group] for group in GROUPS]
+    assert list(rows.values()) == settings, "every option is in one of GROUPS"
+    return [*(OPTIONS + _rows(cells, group) for group in groups), SETTINGS + _rows(cells, settings)]
 
 
-def _rows(page: str, *, are_settings: bool) -> Iterator[str]:
-    """Yield a line for each option; a cell of the page stays where it begins as the option's text.
+def _rows(cells: Mapping[str, list[str]], rows: Iterable[OptionRow]) -> str:
+    """Return a line for each option; a cell of the page stays where it begins as the option's text.
 
     Such a cell may have links and code spans, and details after a semicolon.
     """
-    cells = {name.replace("_", "-"): rest for name, *rest in _ROW.findall(page)}
-    for row in OPTION_ROWS.values():
-        if row.is_setting != are_settings:
-            continue
-        gap = "=" if are_settings else " "
+    lines = ""
+    for row in rows:
+        gap = "=" if row.is_setting else " "
         name = f"{row.typed_name}{gap}{row.metavar}".strip().replace("|", "\\|")
-        names = f"`{name}`" if are_settings else f"`{name}` | `{dest(row.name)}`"
         default, text = cells.get(row.name, ("", ""))
         if _plain(default) != row.shown_default:
             default = row.shown_default
         if _plain(text).partition(";")[0] != row.text:
             text = row.text
-        yield f"| {names} | {default} | {text} |"
+        lines += f"| `{name}` | {default} | {text} |\n"
+    return lines
 
 
 def _plain(cell: str) -> str:
@@ -58,11 +74,10 @@ def _plain(cell: str) -> str:
 
 def main() -> None:
     """Replace the tables of the page."""
+    new = iter(tables())
+    heads = f"{re.escape(OPTIONS)}|{re.escape(SETTINGS)}"
     text = PAGE.read_text(encoding="utf-8")
-    for head, new in zip((OPTIONS, SETTINGS), tables(), strict=True):
-        old = re.search(rf"^{re.escape(head)}(?:\|.*\n)+", text, re.MULTILINE)
-        assert old is not None
-        text = text.replace(old[0], new)
+    text = re.sub(rf"^(?:{heads})(?:\|.*\n)*", lambda _: next(new), text, flags=re.MULTILINE)
     PAGE.write_text(text, encoding="utf-8")
 
 

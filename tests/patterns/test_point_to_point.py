@@ -29,19 +29,6 @@ def test_one_sends_to_one(rank: int, device: torch.device) -> None:
         assert found.eq(7).all()
 
 
-def test_stages_of_a_pipeline(rank: int, world_size: int, device: torch.device) -> None:
-    # torchtitan and Megatron-LM: the first stage sends only, the last one receives only
-    for batch in range(3):
-        value = filled(batch, device)
-        if rank > 0:
-            dist.recv(value, rank - 1)
-        value += 1
-        if rank < world_size - 1:
-            dist.send(value, rank + 1)
-        else:
-            assert value.eq(batch + world_size).all()
-
-
 def test_irecv_from_all_others(rank: int, world_size: int, device: torch.device) -> None:
     # PyTorch, distributed_test.py, test_irecv
     if rank == 0:
@@ -79,18 +66,6 @@ def test_tags(rank: int, device: torch.device) -> None:
         dist.recv(second, 0, tag=2)
         assert first.eq(1).all()
         assert second.eq(2).all()
-
-
-def test_batch_in_a_ring(rank: int, world_size: int, device: torch.device) -> None:
-    # PyTorch, distributed_test.py, test_batch_isend_irecv_ring_exchange_nccl
-    found = filled(-1, device)
-    ops = [
-        dist.P2POp(dist.isend, filled(rank, device), (rank + 1) % world_size),
-        dist.P2POp(dist.irecv, found, (rank - 1) % world_size),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
-    assert found.eq((rank - 1) % world_size).all()
 
 
 def test_batch_with_open_ends(rank: int, world_size: int, device: torch.device) -> None:

@@ -97,7 +97,6 @@ class Case:
 
     Attributes:
         requirement: Its name and version.
-        more: What else to install, where its metadata names too little.
         is_installed_apart: Whether it is not a part of every environment of this project.
         verdict: A word for the table.
         note: What holds of it on gangs.
@@ -106,8 +105,6 @@ class Case:
     requirement: str
     files: Mapping[str, str]
     sessions: tuple[Session, ...]
-    conftest: str = ""
-    more: tuple[str, ...] = ()
     is_installed_apart: bool = True
     verdict: Literal["works", "in part", "refused"] = "works"
     note: str = ""
@@ -203,23 +200,10 @@ def _covered(project: Path, output: str) -> str:
     return "" if re.search(r"mine\.py +4 +0 +100%", output) else "mine.py is not covered wholly"
 
 
-def _logged(project: Path, output: str) -> str:
-    del output
-    lines = [json.loads(line) for line in (project / "log.jsonl").read_text().splitlines()]
-    calls = [x["outcome"] for x in lines if x.get("when") == "call"]
-    return "" if sorted(calls) == ["failed", "passed"] else f"log.jsonl has {calls}"
-
-
 def _measured(project: Path, output: str) -> str:
     names = [b["name"] for b in json.loads((project / "b.json").read_text())["benchmarks"]]
     is_shown = "Name (time in" in output
     return "" if names == ["test_plain"] and is_shown else f"b.json has {names}"
-
-
-def _regressions(project: Path, output: str) -> str:
-    del output
-    path = project / "test_it" / "test_it.yml"
-    return "" if path.exists() and path.read_text() == "a: 1\n" else f"no {path.name}"
 
 
 def _change(project: Path, output: str) -> str:
@@ -494,21 +478,6 @@ CASES: tuple[Case, ...] = (
         "    await asyncio.sleep(0)\n    assert rank < 2\n",
         outcomes=_PASSES,
     ),
-    _one(
-        "pytest-subtests==0.15.0",
-        "def test_it(subtests, rank):\n    for i in range(2):\n        with subtests.test(i=i):\n"
-        "            assert rank + i < 2\n",
-        outcomes={"test_it": "failed"},
-        exit_code=1,
-        prints=("(i=1)",),
-        note="From pytest 9 on pytest's own are used.",
-    ),
-    _one(
-        "pytest-repeat==0.9.4",
-        "def test_it(rank): pass\n",
-        *("--count", "3"),
-        outcomes={f"test_it[{n}-3]": "passed" for n in (1, 2, 3)},
-    ),
     Case(
         requirement="pytest-split==0.11.0",
         files={"test_it.py": "def test_it(rank): pass\ndef test_next(rank): pass\n"},
@@ -533,29 +502,6 @@ CASES: tuple[Case, ...] = (
         verdict="in part",
         note="Each rank knows what it ran itself: after a gang was replaced, tests that depend on "
         "earlier ones are skipped.",
-    ),
-    _one(
-        "pytest-reportlog==1.0.0",
-        _TWO,
-        *("--report-log", "log.jsonl"),
-        outcomes=_TWO_OUTCOMES,
-        exit_code=1,
-        check=_logged,
-    ),
-    _one(
-        "pytest-check==3.0.3",
-        "from pytest_check import check\n\ndef test_it(rank):\n    check.less(rank, 2)\n\n"
-        "def test_fails(rank):\n    check.equal(rank, 0)\n    check.equal(1, 2)\n",
-        outcomes=_TWO_OUTCOMES,
-        exit_code=1,
-    ),
-    Case(
-        requirement="pytest-regressions==2.11.0",
-        files={"test_it.py": "def test_it(data_regression): data_regression.check({'a': 1})\n"},
-        sessions=(
-            Session(args=("--force-regen",), outcomes={"test_it": "failed"}, exit_code=1),
-            Session(outcomes=_PASSES, check=_regressions),
-        ),
     ),
     _one(
         "time-machine==3.6.0",

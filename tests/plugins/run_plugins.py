@@ -110,7 +110,7 @@ def _install(case: Case, site: Path) -> str:
     without = site.with_suffix(".txt")
     without.write_text("".join(f"{name} ; python_version < '0'\n" for name in _HERE))
     command = [uv, "pip", "install", "--no-config", "--quiet", "--python", sys.executable]
-    command += ["--overrides", str(without), "--target", str(site), case.requirement, *case.more]
+    command += ["--overrides", str(without), "--target", str(site), case.requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     return f"cannot be installed: {done.stderr.strip()[-500:]}" if done.returncode else ""
 
@@ -129,10 +129,10 @@ def _try(case: Case, way: str, home: Path, problem: str, *, is_short: bool) -> T
     problems = [problem] if problem else []
     if not (problem or is_short):
         merely = Session(args=(), outcomes=STANDARD_OUTCOMES, exit_code=1)
-        project = _make(case, way, home / way / "standard", STANDARD)
+        project = _make(way, home / way / "standard", STANDARD)
         problems += [f"merely installed: {p}" for p in _run(merely, project, home / "site")]
     if not problem:
-        project = _make(case, way, home / way / "purpose", case.files)
+        project = _make(way, home / way / "purpose", case.files)
         for number, session in enumerate(case.sessions, 1):
             found = _run(session, project, home / "site", number)
             problems += [f"session {number}: {p}" for p in found]
@@ -141,12 +141,11 @@ def _try(case: Case, way: str, home: Path, problem: str, *, is_short: bool) -> T
     )
 
 
-def _make(case: Case, way: str, project: Path, files: Mapping[str, str]) -> Path:
+def _make(way: str, project: Path, files: Mapping[str, str]) -> Path:
     shutil.rmtree(project, ignore_errors=True)
     project.mkdir(parents=True)
-    conftest = case.conftest if files is case.files else ""
     texts = {"pytest.ini": "[pytest]\n", "conftest.py": "", **files}
-    texts["conftest.py"] += (_READS_RANK if way == "collecting" else "") + conftest
+    texts["conftest.py"] += _READS_RANK if way == "collecting" else ""
     for name, text in texts.items():
         (project / name).parent.mkdir(exist_ok=True)
         (project / name).write_text(textwrap.dedent(text))

@@ -76,15 +76,6 @@ def test_json_holds_everything(history: Path) -> None:
     }
 
 
-def test_broken_lines_are_named_and_skipped(history: Path) -> None:
-    with history.open("a") as file:
-        file.write("{\n")
-    code, output, errors = run("--history", history)
-    assert (code, errors) == (0, f"{history}:5: is no entry of a history, skipped\n")
-    assert output.startswith("flaky  runs  share")
-    assert "test_x.py::test_a" in output
-
-
 def test_nothing_flaky_says_so(tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     append(path, [replace(ENTRY, verdict="passed", causes=())])

@@ -294,16 +294,6 @@ def test_a_plan_says_what_is_skipped(plan: list[str]) -> None:
     assert plan[start + 1 : start + 3] == ["  skipped: scope 'mr-broken' disables the row", ""]
 
 
-def test_a_case_that_cannot_be_planned_is_one_clear_error(tmp_path: Path) -> None:
-    project = Project(root=tmp_path)
-    project.row(project.case("data", data_path="${NO_SUCH_DATA}"))
-    run = project.run("recipes", "--plan")
-    assert run.returncode == pytest.ExitCode.USAGE_ERROR
-    where = project.config_path("data")
-    assert run.stderr.startswith(f"ERROR: {where}:")
-    assert ": ${NO_SUCH_DATA} is not set, expected it in ENV_VARS" in run.stderr
-
-
 def test_a_program_that_is_not_there_is_an_error_of_plan_and_run(tmp_path: Path) -> None:
     project = Project(root=tmp_path)
     project.row(project.case("new"), write_golden=False)

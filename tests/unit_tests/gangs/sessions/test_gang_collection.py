@@ -332,29 +332,6 @@ def test_what_a_rank_cannot_collect_is_one_error_that_ends_the_run(
     assert [case.kinds for case in suite.junit()] == [("error",)]
 
 
-def test_ranks_that_can_collect_nothing_are_one_error_for_all_of_them(suite: Suite) -> None:
-    suite.write(
-        conftest=READS_RANK
-        + """
-    def pytest_collection_modifyitems():
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise KeyError("seed of a plugin")
-        """,
-        test_sound="""
-            import pytest
-
-            @pytest.mark.parametrize("i", range(20))
-            def test_is_sound(i):
-                pass
-        """,
-    )
-    run = suite.run("--ranks", "2")
-    assert (run.returncode, run.summary) == (2, "1 error"), run.stdout
-    assert "__ ERROR collecting ranks 0-1 __" in run.stdout
-    assert "\nranks 0-1 of 2 could not collect: KeyError: 'seed of a plugin' (" in run.stdout
-    assert "Interrupted: 1 error during collection of ranks" in run.stdout
-
-
 # As a plugin that reads a setting of the launcher: hooks of a conftest, in ranks alone.
 IN_RANKS = """
     IS_RANK = "TORCHELASTIC_RUN_ID" in os.environ

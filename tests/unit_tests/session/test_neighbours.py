@@ -12,10 +12,13 @@ import pytest
 
 from pytest_megatron.gangs.controller.other_plugins import (
     decode,
+    draw_same_examples,
     encode,
     is_of_phases,
+    keep_unused_snapshots,
     lines_on_limits,
 )
+from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.rank import bootstrap
 
 
@@ -73,6 +76,43 @@ def test_a_fork_of_the_controller_is_refused(mark: str, said: str, *, is_typed: 
     else:
         assert lines_on_limits(config, items) == []
     assert lines_on_limits(config, []) == []
+
+
+def test_snapshots_of_controllers_tests_alone_are_looked_through_for_unused_ones() -> None:
+    config = config_with("syrupy", update_snapshots=True)
+    keep_unused_snapshots(config, [item_with("rank")])
+    assert vars(config.option) == {"update_snapshots": True}
+    keep_unused_snapshots(config, [item_with("snapshot")])
+    assert not config.option.update_snapshots
+    assert config.option.disable_unused_snapshots
+
+
+def order_of(rank: int, run_id: str) -> RankConfig:
+    env = {"TORCHELASTIC_RUN_ID": run_id}
+    return RankConfig(
+        gang=1,
+        rank=rank,
+        world_size=2,
+        node_rank=0,
+        device="cpu",
+        env=env,
+        log_dir="",
+        base_temp="",
+    )
+
+
+def test_ranks_of_a_run_draw_the_same_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seed(rank: int, run_id: str, typed: object = None) -> object:
+        core = ModuleType("hypothesis.core")
+        core.__dict__["global_force_seed"] = typed
+        monkeypatch.setitem(sys.modules, "hypothesis.core", core)
+        draw_same_examples(order_of(rank, run_id))
+        return core.__dict__["global_force_seed"]
+
+    assert isinstance(seed(0, "run1"), int)
+    assert seed(0, "run1") == seed(1, "run1")
+    assert seed(0, "run1") != seed(0, "run2")
+    assert seed(0, "run1", typed=7) == 7
 
 
 def test_torch_is_seeded_in_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,43 @@ RETURNS = """
     def test_after_{number}():
         pass
 """
+CHILDREN = """
+    @pytest.mark.parametrize(
+        ("end", "code"),
+        [
+            (lambda: None, 0),
+            (lambda: pytest.fail("in a child"), 1),
+            (lambda: sys.exit(3), 3),
+            (lambda: sys.exit("text"), 1),
+            (lambda: pytest.exit("in a child"), 1),
+            (lambda: pytest.skip("in a child"), 1),
+        ],
+        ids="returns fails exits exits_text ends_pytest skips".split(),
+    )
+    def test_child(end, code):
+        pid = os.fork()
+        if pid == 0:
+            return end()
+        assert code_of(pid) == code
+
+    @pytest.fixture
+    def outer():
+        owner = os.getpid()
+        yield
+        assert owner == os.getpid()
+
+    @pytest.fixture
+    def fails_to_tear_down(outer):
+        yield
+        pid = os.fork()
+        if pid == 0:
+            raise ValueError("in a child")
+        assert code_of(pid) != 0
+        raise ValueError("in the rank")
+
+    def test_failing_teardown(fails_to_tear_down):
+        pass
+"""
 
 
 def suite_of(root: Path, **files: str) -> Suite:
@@ -57,6 +94,13 @@ def test_the_parent_decides(tmp_path: Path, size: int, how: str) -> None:
     expected |= {f"test_after_{n}": "PASSED" for n in range(len(ENDS))}
     assert run.words == expected, run.stdout
     assert run.stdout.count("came back through pytest") >= size
+
+
+def test_children_end_where_they_come_back(tmp_path: Path) -> None:
+    """They have the exit codes of a program, and end no fixture of their parent."""
+    run = suite_of(tmp_path, test_children=CHILDREN).run("-v", "--ranks=2")
+    words = {name: word for name, word in run.words.items() if word != "PASSED"}
+    assert words == {"test_failing_teardown": "PASSED ERROR"}, run.stdout
 
 
 def test_children_of_the_controller_run_no_further_tests(tmp_path: Path) -> None:

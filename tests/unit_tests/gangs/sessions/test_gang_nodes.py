@@ -301,6 +301,16 @@ def test_ranks_of_every_node_collect_for_themselves_where_modules_ask_for_ranks(
     }
 
 
+def test_nodes_that_were_started_differently_say_so(tmp_path: Path) -> None:
+    cluster = cluster_of(tmp_path, HANGING)
+    cluster.start(0)
+    cluster.start(1, "--ranks=3")
+    assert cluster.wait() == [3, 4]
+    problem = "--nnodes 2 with 3 ranks each, node 0 has --nnodes 2 with 2; give both the same"
+    assert f"node 1: {problem}" in cluster.output(0)
+    assert f"ERROR: {problem}" in cluster.output(1)
+
+
 def test_a_node_that_cannot_collect_stops_all(tmp_path: Path) -> None:
     cluster = cluster_of(tmp_path, "import os\nassert os.environ['NODE'] == '0'\ndef test(): 0\n")
     cluster.start(0, NODE="0")

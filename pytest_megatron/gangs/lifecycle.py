@@ -8,9 +8,10 @@ not done by then are asked for their stacks and killed with the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypeAlias
 
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.gangs.ipc.messages import (
@@ -23,25 +24,48 @@ from pytest_megatron.gangs.ipc.messages import (
     Killed,
     Message,
     PhaseEnded,
+    PhaseReport,
     Ready,
     Run,
     Stacks,
 )
-from pytest_megatron.gangs.merge import is_consequence
-from pytest_megatron.gangs.phase_report import PhaseReport
-from pytest_megatron.gangs.spec import (
-    Action,
-    AskForStacks,
-    Finish,
-    KillGang,
-    RankResult,
-    Reason,
-    RunEnd,
-    SendClose,
-    SendRuns,
-)
+from pytest_megatron.gangs.merge import RankResult, Reason, RunEnd, is_consequence
 
 START_LIMIT_S = 300.0  # to import torch and collect from a slow file system
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendRuns:
+    """Send tests to every rank, in order."""
+
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendClose:
+    """Send `Close` to every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskForStacks:
+    """Request the stacks of these ranks."""
+
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KillGang:
+    """Kill every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finish:
+    """Hand the result of the test to the controller."""
+
+    end: RunEnd
+
+
+Action: TypeAlias = SendRuns | SendClose | AskForStacks | KillGang | Finish
 
 
 class GangState(Enum):
@@ -140,37 +164,7 @@ ORPHANED = "ended, as the process that starts ranks was killed"
 _STACKS_WAIT_S = 3.0  # for an agent to send stacks; it gives ranks one second
 
 
-@dataclass(slots=True, kw_only=True)
-class RankState(RankResult):
-    """State of one rank, and its result of the running test."""
-
-    is_ready: bool = False
-    is_closed: bool = False
-    missing: dict[str, str] = field(default_factory=dict)
-
-    def reset(self) -> None:
-        """Clear the state of the test that ended."""
-        self.done = self.at = None
-        self.failed_phase = self.outcome = self.phase = ""
-        self.problem = self.stack = self.flight = ""
-        self.reports = ()
-
-    def undo(self) -> None:
-        """Undo the rank's end of the test: it was lost before the others ended it."""
-        self.done = None
-        self.reports = tuple(report for report in self.reports if report.outcome != "passed")
-
-    @property
-    def is_settled(self) -> bool:
-        """True if the rank sends no more messages about this test."""
-        return self.done is not None or self.exit_code is not None or bool(self.problem)
-
-    def end(self) -> RankResult:
-        """Return its result of the test."""
-        return RankResult(**{f.name: getattr(self, f.name) for f in fields(RankResult)})
-
-
-def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bool] | None:
+def settle(ranks: Sequence[RankResult], *, is_isolated: bool) -> tuple[Reason, bool] | None:
     """Return the reason of a test's end, and whether its gang may run another; None before."""
     if not all(r.is_settled for r in ranks):
         return None
@@ -190,7 +184,7 @@ def settle(ranks: Sequence[RankState], *, is_isolated: bool) -> tuple[Reason, bo
     return Reason.DONE, is_in_step and is_sound
 
 
-def kind_of_first_failure(ranks: Sequence[RankState]) -> Reason:
+def kind_of_first_failure(ranks: Sequence[RankResult]) -> Reason:
     """Return the kind of the first failure; peers may notice a death before it is reported."""
     failed = (r for r in ranks if r.at is not None)
     first = min(failed, key=lambda r: (is_consequence(r), r.at, r.rank))
@@ -286,7 +280,9 @@ class Lifecycle:
         self.late: dict[int, PhaseReport] = {}
         self.outputs: dict[int, str] = {}
         self.unbegun = 0
-        self._ranks = [RankState(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
+        self._ranks = [RankResult(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
+        self._missing: dict[int, Mapping[str, str]] = {}  # of each rank that is ready
+        self._closed: set[int] = set()
         self._timers = Timers(grace_s, now)
         self.queue = RunQueue()
         self._is_isolated = False
@@ -309,8 +305,10 @@ class Lifecycle:
     def _begin(self, run: Run, limit_s: float, now: float) -> None:
         """Begin a test: forget what ranks did before, start the clock."""
         self.queue.begin(run, limit_s)
-        for rank in self._ranks:
-            rank.reset()
+        self._ranks = [
+            RankResult(rank=rank.rank, log_dir=rank.log_dir, exit_code=rank.exit_code)
+            for rank in self._ranks
+        ]
         self._timers.begin(now)
         self._stop = None
 
@@ -377,7 +375,7 @@ class Lifecycle:
                 return self._finish(now)
             case GangState.CLOSING:
                 alive = [r for r in self._ranks if r.exit_code is None]
-                late = [r.rank for r in alive if not r.is_closed]
+                late = [r.rank for r in alive if r.rank not in self._closed]
                 what = "end the teardown" if late else "exit after the teardown"
                 names = name_ranks(late or [r.rank for r in alive])
                 self.problems.append(f"{names} did not {what} in {self._timers.closing_s:g} s")
@@ -412,11 +410,11 @@ class Lifecycle:
             case _:
                 return self._on_message(self._ranks[rank], message, now)
 
-    def _on_message(self, rank: RankState, message: Message, now: float) -> list[Action]:
+    def _on_message(self, rank: RankResult, message: Message, now: float) -> list[Action]:
         """Take a message of a rank; return what to do."""
         match message:
             case Ready(missing=missing):
-                rank.is_ready, rank.missing = True, dict(missing)
+                self._missing[rank.rank] = missing
                 return self._on_ready(now)
             case PhaseEnded(run=run) if self._is_current(run):
                 self._timers.begin_phase(now)
@@ -440,9 +438,9 @@ class Lifecycle:
                 self._on_debugger(rank, message, now)
         return []
 
-    def _on_closed(self, rank: RankState, message: Closed) -> None:
+    def _on_closed(self, rank: RankResult, message: Closed) -> None:
         """Note that a rank has torn down everything."""
-        rank.is_closed = True
+        self._closed.add(rank.rank)
         self.outputs[rank.rank] = message.workeroutput
         if message.late is not None:
             self.late[rank.rank] = message.late
@@ -451,7 +449,7 @@ class Lifecycle:
 
     def _on_ready(self, now: float) -> list[Action]:
         """Begin with tests once every rank is ready."""
-        if self.state is not GangState.STARTING or not all(r.is_ready for r in self._ranks):
+        if self.state is not GangState.STARTING or len(self._missing) < len(self._ranks):
             return []
         self.state = GangState.IDLE
         if self.queue.current is None:
@@ -459,7 +457,7 @@ class Lifecycle:
         self._timers.begin(now)
         return self._send()
 
-    def _on_debugger(self, rank: RankState, message: Message, now: float) -> None:
+    def _on_debugger(self, rank: RankResult, message: Message, now: float) -> None:
         """Stop the timers while a debugger is open, and restart them when it is left."""
         match message:
             case DebuggerWanted():
@@ -485,19 +483,19 @@ class Lifecycle:
     def _is_current(self, run: int) -> bool:
         return 0 < run == self.queue.number and self.state is not GangState.KILLING
 
-    def _note(self, rank: RankState, when: str, outcome: str, now: float) -> None:
+    def _note(self, rank: RankResult, when: str, outcome: str, now: float) -> None:
         """Note the first phase of a rank that did not pass."""
         if outcome != "passed" and not rank.failed_phase:
             rank.failed_phase, rank.outcome = when, outcome
             self._record_failure(rank, now)
 
-    def _record_failure(self, rank: RankState, now: float) -> None:
+    def _record_failure(self, rank: RankResult, now: float) -> None:
         """Note when a rank failed first, which begins the grace."""
         if rank.at is None:
             rank.at = now
         self._timers.record_failure(now)
 
-    def _on_death(self, rank: RankState, died: Died, now: float) -> list[Action]:
+    def _on_death(self, rank: RankResult, died: Died, now: float) -> list[Action]:
         """Take the death of a rank; return what to do."""
         if rank.exit_code is not None:
             return []
@@ -514,12 +512,12 @@ class Lifecycle:
             return self.kill()
         return self._on_loss(rank, what, now)
 
-    def _blame_last(self, rank: RankState, what: str) -> None:
+    def _blame_last(self, rank: RankResult, what: str) -> None:
         """Record a problem of the test that ended last."""
-        if not rank.is_closed:
+        if rank.rank not in self._closed:
             self.problems.append(f"rank {rank.rank} {what}")
 
-    def _on_loss(self, rank: RankState, what: str, now: float) -> list[Action]:
+    def _on_loss(self, rank: RankResult, what: str, now: float) -> list[Action]:
         """Handle the loss of a rank's process or connection."""
         if self.state is GangState.IDLE:
             self._blame_last(rank, f"{what} after its test")
@@ -545,10 +543,10 @@ class Lifecycle:
         assert self.queue.current is not None
         self.state = GangState.RUNNING
         node_id = self.queue.current.node_id
-        lacking = [r for r in self._ranks if node_id in r.missing]
+        lacking = [r for r in self._ranks if node_id in self._missing[r.rank]]
         if lacking:
             for rank in lacking:
-                rank.problem = rank.missing[node_id]
+                rank.problem = self._missing[rank.rank][node_id]
                 rank.at = self._timers.began_at
             return self._end(Reason.NOT_COLLECTED, 0.0, self._timers.began_at, is_kept=True)
         return [SendRuns(runs=(self.queue.current,))]
@@ -611,7 +609,7 @@ class Lifecycle:
             end=RunEnd(
                 run=self.queue.number,
                 reason=reason,
-                ranks=tuple(r.end() for r in self._ranks),
+                ranks=tuple(map(replace, self._ranks)),
                 limit_s=limit_s,
                 duration_s=now - self._timers.began_at,
                 is_kept=is_kept,

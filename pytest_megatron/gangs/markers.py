@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import pytest
 from _pytest.doctest import DoctestItem
 
+from pytest_megatron.gangs.topology import GangSpec
 from pytest_megatron.session.options import Options, seconds_of
 from pytest_megatron.session.time_limit import (
     NO_LIMIT,
@@ -16,9 +16,6 @@ from pytest_megatron.session.time_limit import (
     is_of_call,
     limit_of_session,
 )
-
-if TYPE_CHECKING:
-    from pytest_megatron.gangs.spec import GangSpec
 
 SIZE_FIXTURE = "_megatron_world_size"
 QUARANTINE = "quarantine"
@@ -101,8 +98,6 @@ def spec_of(
         size = default_size or 1
     if size == 0:
         return None
-    from pytest_megatron.gangs.spec import GangSpec  # loads every message between processes
-
     device = device_of(options, size, room)
     return GangSpec(world_size=size, device=device, is_isolated=is_isolated)
 

@@ -1,4 +1,4 @@
-"""Merge the reports of N ranks into the one outcome of a test: pure.
+"""Results of one execution of a test on its ranks, merged into one outcome: pure.
 
 A test passed only if every rank passed it, and was skipped only if every rank skipped it. A rank
 that died, hung or sent no report fails the test. The first failure in time is the headline; ranks
@@ -10,7 +10,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
@@ -20,13 +21,134 @@ from pytest_megatron.gangs.crash import (
     innermost_frame,
     shorten_stack,
 )
-from pytest_megatron.gangs.ipc.messages import Done
-from pytest_megatron.gangs.phase_report import JsonObject, Outcome, PhaseReport, skip_reason
-from pytest_megatron.gangs.spec import Merged, RankResult, Reason, RunEnd
-from pytest_megatron.runs.headline import where_ranks_were
+from pytest_megatron.gangs.ipc.messages import Done, JsonObject, Outcome, PhaseReport, skip_reason
+from pytest_megatron.runs.headline import make_headline, where_ranks_were
 
 LOGS = "logs"  # title of the block with their paths
 PHASES = ("setup", "call", "teardown")
+
+
+class Reason(Enum):
+    """Reason why an execution ended."""
+
+    DONE = "every rank ended it"
+    FAILED = "a rank failed, and others died or did not end in time"
+    DIED = "a rank died"
+    HUNG = "the time limit passed"
+    NOT_STARTED = "the gang did not start"
+    NOT_COLLECTED = "a rank has no such test"
+    DESYNCHRONISED = "ranks took part in different collectives"
+
+
+@dataclass(slots=True, kw_only=True)
+class RankResult:
+    """Result of one execution on one rank, so far while it runs.
+
+    Attributes:
+        done: The rank's message at the end of the test, or None.
+        reports: Of each phase and subtest; without `done` only those that did not pass.
+        exit_code: `Popen.returncode` of its process if that died by itself.
+        at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
+            None if it did neither.
+        failed_phase: The phase that it reported as failed or skipped, or "".
+        outcome: `passed`, `failed` or `skipped` if it was reported, else "".
+        phase: The phase in which it died or was stopped, or "".
+        problem: A traceback of pytest itself, or the reason why the rank lacks the test, or "".
+        stack: Text of faulthandler if it crashed or had to be stopped, or "".
+        flight: JSON of NCCL's flight recorder, or "".
+        log_dir: Directory of its logs.
+        log_start: Size of its stderr.log when the test began, if that may be rerun.
+    """
+
+    rank: int
+    done: Done | None = None
+    reports: tuple[PhaseReport, ...] = ()
+    exit_code: int | None = None
+    at: float | None = None
+    failed_phase: str = ""
+    outcome: str = ""
+    phase: str = ""
+    problem: str = ""
+    stack: str = ""
+    flight: str = ""
+    log_dir: str = ""
+    log_start: int | None = None
+
+    def undo(self) -> None:
+        """Undo the rank's end of the test: it was lost before the others ended it."""
+        self.done = None
+        self.reports = tuple(report for report in self.reports if report.outcome != "passed")
+
+    @property
+    def is_settled(self) -> bool:
+        """True if the rank sends no more messages about this test."""
+        return self.done is not None or self.exit_code is not None or bool(self.problem)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """One report for pytest.
+
+    Attributes:
+        when: The phase.
+        base: The report of the rank in the headline, as pytest serialised it; None where no rank
+            has one.
+        message: What failed, if it did, and on which rank.
+        where: Where that was, as far as it is known.
+        blocks: Title and text of sections of the report beside `base`.
+        sections: Captured output, by name.
+        start: Earliest of all ranks, seconds since the epoch.
+        stop: Latest of all ranks.
+        ranks: Outcome of each rank, for tools.
+    """
+
+    when: str
+    outcome: Outcome
+    base: JsonObject | None = None
+    message: str = ""
+    where: str = ""
+    blocks: tuple[tuple[str, str], ...] = ()
+    sections: tuple[tuple[str, str], ...] = ()
+    properties: tuple[tuple[str, JsonValue], ...] = ()
+    start: float = 0.0
+    stop: float = 0.0
+    ranks: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def headline(self) -> str:
+        """The line that every place shows of a failure."""
+        return make_headline("", self.message, where=self.where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEnd:
+    """Result of an execution of a test on its gang.
+
+    Attributes:
+        ranks: Results by rank.
+        limit_s: The time limit or grace period that passed; 0 without one.
+        duration_s: Time since its start on the gang.
+        is_kept: Whether the gang may run the next test.
+        merged: One report of all ranks for each phase and subtest.
+    """
+
+    run: int
+    reason: Reason
+    ranks: tuple[RankResult, ...]
+    limit_s: float
+    duration_s: float
+    is_kept: bool
+    merged: tuple[Merged, ...] = ()
+
+    @property
+    def may_end_session(self) -> bool:
+        """True if the test has to be reported before another one starts."""
+        is_stopped = any(rank.done is not None and rank.done.stop for rank in self.ranks)
+        return is_stopped or any(m.outcome == "failed" for m in self.merged)
+
+    def phase(self, when: str) -> Merged:
+        """Return the report of a phase; subtests come before their call."""
+        return [m for m in self.merged if m.when == when][-1]
 
 
 Found: TypeAlias = Mapping[int, PhaseReport]  # rank -> what it reported of one phase

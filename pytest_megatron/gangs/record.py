@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from pytest_megatron.base.text import counted, cut_middle, without_colours
-from pytest_megatron.gangs.merge import LOGS
-from pytest_megatron.gangs.phase_report import longrepr_text, skip_reason
-from pytest_megatron.gangs.spec import GangSpec, Merged, RunEnd
+from pytest_megatron.gangs.ipc.messages import longrepr_text, skip_reason
+from pytest_megatron.gangs.merge import LOGS, Merged, RunEnd
+from pytest_megatron.gangs.topology import GangSpec
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN
-from pytest_megatron.gangs.spec import GangSpec
+from pytest_megatron.gangs.topology import GangSpec
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Nodes of a session: places of ranks, and the nodes' key.
+"""Gangs and nodes of a session: what a gang is like, places of its ranks, and the nodes' key.
 
 Pure except for the key, which is a file in the user's home.
 """
@@ -20,6 +20,21 @@ KEY_VARIABLE = "PYTEST_MEGATRON_KEY"
 _KEY_FILE = Path(".pytest_megatron", "key")
 _KEY_BYTES = 32
 _OTHERS = 0o077
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class GangSpec:
+    """Gang that a test needs; tests of equal specs share one.
+
+    Attributes:
+        world_size: Ranks over all nodes.
+        device: `cuda` or `cpu`.
+        is_isolated: Whether the gang runs this one test only.
+    """
+
+    world_size: int
+    device: str
+    is_isolated: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

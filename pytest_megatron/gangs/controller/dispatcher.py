@@ -14,15 +14,14 @@ import pytest
 from pytest_megatron.gangs.controller.gang_pool import GangPool, has_left
 from pytest_megatron.gangs.controller.reports import merge_problem
 from pytest_megatron.gangs.crash import crash_stack
-from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, Run
+from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN, PhaseReport, Run
 from pytest_megatron.gangs.lifecycle import GangState
-from pytest_megatron.gangs.merge import merge, merge_late
-from pytest_megatron.gangs.phase_report import PhaseReport
+from pytest_megatron.gangs.merge import Merged, RankResult, RunEnd, merge, merge_late
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import execution_record
 from pytest_megatron.gangs.schedule import Schedule
-from pytest_megatron.gangs.spec import GangSpec, Merged, RankResult, RunEnd
 from pytest_megatron.gangs.supervisor.supervisor import Gang
+from pytest_megatron.gangs.topology import GangSpec
 from pytest_megatron.gpu.host import is_awaited
 from pytest_megatron.runs.record import RecordedExecution
 from pytest_megatron.session.options import Options

@@ -26,12 +26,11 @@ from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.bootstrap import state_if_seeded
 from pytest_megatron.gangs.rank.logs import open_standard_descriptors
 from pytest_megatron.gangs.rank.process import RankContext
-from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.forkserver import SessionTemplate, TemplateProcess
 from pytest_megatron.gangs.start.start_mode import PerRank, modules_to_load, why_per_rank
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
-from pytest_megatron.gangs.topology import Nodes, count_gpus
+from pytest_megatron.gangs.topology import GangSpec, Nodes, count_gpus
 from pytest_megatron.gpu.host import Lease, LeaseWaiter, this_host, try_lease, waiting_text
 from pytest_megatron.session.state import RunSession, write_line
 

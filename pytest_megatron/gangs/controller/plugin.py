@@ -44,7 +44,7 @@ from pytest_megatron.gangs.markers import (
     limit_of,
     spec_of,
 )
-from pytest_megatron.gangs.merge import reported
+from pytest_megatron.gangs.merge import RankResult, RunEnd, reported
 from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import (
@@ -53,10 +53,9 @@ from pytest_megatron.gangs.record import (
     transient_cause,
     why_not_again,
 )
-from pytest_megatron.gangs.spec import GangSpec, RankResult, RunEnd
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
-from pytest_megatron.gangs.topology import count_gpus
+from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
 from pytest_megatron.session.options import WORKLOADS_PLUGIN, Options, has_workers

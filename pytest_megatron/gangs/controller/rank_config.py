@@ -17,8 +17,7 @@ from pytest_megatron.gangs.ipc.messages import RankConfig
 from pytest_megatron.gangs.nodes.leader import DEVICES, address_of
 from pytest_megatron.gangs.rank.bootstrap import rank_env
 from pytest_megatron.gangs.rank.process import temp_factory
-from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.topology import Nodes, share_gpus
+from pytest_megatron.gangs.topology import GangSpec, Nodes, share_gpus
 from pytest_megatron.gpu.host import Lease
 from pytest_megatron.process.tree import check_proc
 from pytest_megatron.session.options import Options

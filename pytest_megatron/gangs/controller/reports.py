@@ -29,8 +29,7 @@ from typing_extensions import override
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import cut_middle, said_by, without_colours
-from pytest_megatron.gangs.merge import LOGS
-from pytest_megatron.gangs.spec import Merged, RunEnd
+from pytest_megatron.gangs.merge import LOGS, Merged, RunEnd
 
 _MOST_CHARS = 1 << 24  # of one text in a report, which repeats the text of a failure
 _MOST_DEEP = 50

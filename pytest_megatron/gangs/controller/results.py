@@ -18,8 +18,7 @@ from pytest_megatron.gangs.record import (
     header_line,
     no_limit_line,
 )
-from pytest_megatron.gangs.spec import GangSpec
-from pytest_megatron.gangs.topology import count_gpus
+from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.record import RecordedTest

@@ -15,8 +15,8 @@ from typing import Protocol, TypeAlias, cast
 import pytest
 
 from pytest_megatron.gangs.ipc.messages import Lines
+from pytest_megatron.gangs.merge import RunEnd
 from pytest_megatron.gangs.rank import coverage as measure
-from pytest_megatron.gangs.spec import RunEnd
 
 _FoundLines: TypeAlias = dict[str, dict[str, set[int]]]  # node id -> file -> lines
 _COLLECT = "TestmonCollect"  # the plugin that records

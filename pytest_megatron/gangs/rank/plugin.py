@@ -32,10 +32,10 @@ from pytest_megatron.gangs.ipc.messages import (
     Done,
     Lines,
     PhaseEnded,
+    PhaseReport,
     RankConfig,
     Run,
 )
-from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import count_collectives

@@ -36,11 +36,11 @@ from pytest_megatron.gangs.ipc.messages import (
     Broken,
     Close,
     Closed,
+    PhaseReport,
     RankConfig,
     Ready,
     Run,
 )
-from pytest_megatron.gangs.phase_report import PhaseReport
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.lockstep import RankPipes

@@ -42,7 +42,6 @@ from pytest_megatron.gangs.ipc.messages import (
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
 from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of, room_on_gpus
-from pytest_megatron.gangs.spec import GangSpec
 from pytest_megatron.gangs.start.collector import (
     CollectionDifference,
     SessionInfo,
@@ -59,7 +58,7 @@ from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage, RankCollector
 from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
-from pytest_megatron.gangs.topology import Nodes, count_gpus
+from pytest_megatron.gangs.topology import GangSpec, Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.options import Options

@@ -33,24 +33,25 @@ from pytest_megatron.gangs.ipc.messages import (
     decode,
     encode,
 )
-from pytest_megatron.gangs.lifecycle import ORPHANED, GangState, Lifecycle
-from pytest_megatron.gangs.spec import (
+from pytest_megatron.gangs.lifecycle import (
+    ORPHANED,
     Action,
     AskForStacks,
     Finish,
-    GangSpec,
+    GangState,
     KillGang,
-    RunEnd,
+    Lifecycle,
     SendClose,
     SendRuns,
 )
+from pytest_megatron.gangs.merge import RunEnd
 from pytest_megatron.gangs.supervisor.connections import (
     Agents,
     Calls,
     Peer,
     RankCollectors,
 )
-from pytest_megatron.gangs.topology import describe_node
+from pytest_megatron.gangs.topology import GangSpec, describe_node
 from pytest_megatron.process.guard import UNKILLABLE_S
 
 AGENT_LIMIT_S = UNKILLABLE_S + 10.0  # for an agent to kill a gang

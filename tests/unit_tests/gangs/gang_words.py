@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pytest_megatron.gangs.ipc.messages import Died, Done, PhaseEnded, Ready, Run, Stacks
-from pytest_megatron.gangs.lifecycle import Lifecycle
-from pytest_megatron.gangs.spec import Finish, RankResult, RunEnd, SendRuns
+from pytest_megatron.gangs.lifecycle import Finish, Lifecycle, SendRuns
+from pytest_megatron.gangs.merge import RankResult, RunEnd
 
 SIZE = 8
 GRACE_S = 10.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pytest_megatron.gangs.record import flaky_lines, header_line, plan_lines
-from pytest_megatron.gangs.spec import GangSpec
+from pytest_megatron.gangs.topology import GangSpec
 from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 

@@ -29,20 +29,19 @@ from pytest_megatron.gangs.ipc.messages import (
     DebuggerWanted,
     Done,
     Killed,
+    PhaseReport,
     Ready,
 )
-from pytest_megatron.gangs.lifecycle import START_LIMIT_S, GangState
-from pytest_megatron.gangs.phase_report import PhaseReport
-from pytest_megatron.gangs.spec import (
+from pytest_megatron.gangs.lifecycle import (
+    START_LIMIT_S,
     AskForStacks,
     Finish,
+    GangState,
     KillGang,
-    RankResult,
-    Reason,
-    RunEnd,
     SendClose,
     SendRuns,
 )
+from pytest_megatron.gangs.merge import RankResult, Reason, RunEnd
 
 
 def test_a_test_ends_once_every_rank_has_ended_it() -> None:

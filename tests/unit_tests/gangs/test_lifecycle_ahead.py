@@ -20,8 +20,8 @@ from gang_words import (
 )
 
 from pytest_megatron.gangs.ipc.messages import Broken, Done
-from pytest_megatron.gangs.lifecycle import MOST_AHEAD, GangState, Lifecycle
-from pytest_megatron.gangs.spec import KillGang, Reason, SendRuns
+from pytest_megatron.gangs.lifecycle import MOST_AHEAD, GangState, KillGang, Lifecycle, SendRuns
+from pytest_megatron.gangs.merge import Reason
 
 
 def ahead_gang(*, num_ahead: int = 1) -> Lifecycle:

@@ -6,10 +6,14 @@ from dataclasses import replace
 import pytest
 
 from pytest_megatron.base.files import JsonValue
-from pytest_megatron.gangs.ipc.messages import Done
-from pytest_megatron.gangs.merge import merge
-from pytest_megatron.gangs.phase_report import Outcome, PhaseReport, crash_message, longrepr_text
-from pytest_megatron.gangs.spec import Merged, RankResult, Reason, RunEnd
+from pytest_megatron.gangs.ipc.messages import (
+    Done,
+    Outcome,
+    PhaseReport,
+    crash_message,
+    longrepr_text,
+)
+from pytest_megatron.gangs.merge import Merged, RankResult, Reason, RunEnd, merge
 
 STACK = 'Thread 0x7f (most recent call first):\n  File "/w/test_a.py", line 7 in reduce'
 CONSEQUENCE = "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:4321"

@@ -23,6 +23,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Killed,
     Message,
     PhaseEnded,
+    PhaseReport,
     RankConfig,
     Ready,
     Register,
@@ -35,7 +36,6 @@ from pytest_megatron.gangs.ipc.messages import (
     encode,
     encode_within,
 )
-from pytest_megatron.gangs.phase_report import PhaseReport
 
 CONFIG = RankConfig(
     gang=1,

@@ -11,7 +11,7 @@ import pytest
 
 from pytest_megatron.gangs.ipc.messages import NOTHING, UNKNOWN
 from pytest_megatron.gangs.schedule import Schedule
-from pytest_megatron.gangs.spec import GangSpec
+from pytest_megatron.gangs.topology import GangSpec
 
 SLOTS = 8
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pytest_megatron.base.files import JsonValue
+from pytest_megatron.gangs.merge import Merged
 from pytest_megatron.gangs.record import transient_cause, why_not_again
-from pytest_megatron.gangs.spec import Merged
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory"
 PORT = "RuntimeError: bind: Address already in use"

@@ -51,7 +51,6 @@ from pytest_megatron.gangs.record import (
     plan_lines,
     test_record,
     transient_cause,
-    why_not_again,
 )
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
@@ -126,7 +125,7 @@ class GangPlugin(RecordCarrier):
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
-        self._not_again: dict[pytest.Item, str | None] = {}  # why an item is not run again
+        self._refusals: dict[pytest.Item, str | None] = {}  # why an item is not run again
         self._is_replaying = False
         self._broken: Exception | None = None
         self._limits_of_others: list[str] = []
@@ -399,7 +398,7 @@ class GangPlugin(RecordCarrier):
         """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
         show_no_stacks()
-        self._reruns[item], self._not_again[item] = [], None
+        self._reruns[item], self._refusals[item] = [], None
         try:
             dispatcher.wait_for(item, self._nextitem)
             while (cause := self._cause_to_rerun(item)) is not None:
@@ -433,10 +432,9 @@ class GangPlugin(RecordCarrier):
             self._run.table,
         )
         if cause is None:
-            self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
-        refusal = self._not_again[item] = self._run.retries.claim()
+        refusal = self._refusals[item] = self._run.retries.claim()
         _LOG.info("%s: run again for %s: %s", item.nodeid, cause.id, refusal or "yes")
         return cause if refusal is None else None
 
@@ -473,7 +471,7 @@ class GangPlugin(RecordCarrier):
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
-        if report.failed and (why := self._not_again[item]) is not None:
+        if report.failed and (why := self._refusals[item]) is not None:
             report.sections.append(("not run again", why))
         add_way_back(report, self._run)
         if call.when == "teardown":

@@ -42,7 +42,7 @@ from pytest_megatron.gangs.rank.collectives import count_collectives
 from pytest_megatron.gangs.rank.debugger import RankDebugger
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, flush_streams
-from pytest_megatron.gangs.rank.process_state import StateKeeper, continue_parent
+from pytest_megatron.gangs.rank.process_state import StateKeeper
 from pytest_megatron.process.originals import traceback
 from pytest_megatron.process.tree import end_if_forked
 
@@ -177,8 +177,6 @@ class RankPlugin:
             Reason why this rank cannot run another test, or "".
         """
         found, problem = ([], "") if is_last else self._state.restore()
-        if continue_parent():
-            found.append("it stopped the process that starts ranks, which was continued")
         if problem:
             found.append(f"{problem}, and its gang is replaced")
         if found:

@@ -186,12 +186,7 @@ def run_rank(
     bootstrap.become_rank(rank_config, pipes, random_state=context.random_state)
     channel = Channel(socket.socket(fileno=pipes.connection))
     _take_temp(config, rank_config)
-    state = StateKeeper(
-        rank_config.world_size,
-        logs,
-        lambda: _temp_of_tests(config, rank_config),
-        rank_config.env,
-    )
+    state = StateKeeper(rank_config.world_size, logs, rank_config.env)
     plugin.begin(rank_config, channel, logs, pipes, state)
     make_leak_plugin = _MAKE_LEAK_PLUGIN.first() if rank_config.finds_leaks else None
     if make_leak_plugin is not None:
@@ -356,14 +351,6 @@ def _drop_controller_plugins(config: pytest.Config) -> None:
 def temp_factory(config: pytest.Config) -> pytest.TempPathFactory | None:
     """Return the factory of temporary directories, or None without pytest's plugin."""
     return getattr(config, "_tmp_path_factory", None)
-
-
-def _temp_of_tests(config: pytest.Config, rank_config: RankConfig) -> Path | None:
-    """Return the directory in which pytest makes the next `tmp_path`, None without one."""
-    factory = temp_factory(config)
-    if factory is None:
-        return None
-    return factory._basetemp or Path(rank_config.base_temp).parent
 
 
 def _take_temp(config: pytest.Config, rank_config: RankConfig) -> None:

@@ -1,30 +1,22 @@
 """State of a rank that tests must restore; runs in ranks only (effects).
 
-A test that leaves another default group, working directory or `open` behind passes, and all later
-ones of its rank fail. So the state is checked after each test: it is restored where possible, a
+A test that leaves another default group or working directory behind passes, and all later ones of
+its rank fail. So the state is checked after each test: it is restored where possible, a
 gang with another default group is replaced, and a warning names the test.
 """
 
 from __future__ import annotations
 
-import builtins
-import signal
 import sys
-import time
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeAlias, cast
 
 from pytest_megatron.gangs.rank.collectives import DefaultGroup, default_group
 from pytest_megatron.gangs.rank.logs import STANDARD, RankLogs
 from pytest_megatron.process.originals import os
 
-_ENVIRON, _DIRECTORY, _OPEN, _GROUP = "os.environ", "directory", "builtins.open", "group"
-_MOST_BYTES = 8192
-_STOPS = sum(1 << (n - 1) for n in (signal.SIGSTOP, signal.SIGTSTP))  # in a mask of /proc
-_KILLS = 1 << (signal.SIGKILL - 1)
-_MOST_S = 10.0
+_ENVIRON, _DIRECTORY, _GROUP = "os.environ", "directory", "group"
 _environ = os.environ
 _environb = os.environb
 _variables = cast("Mapping[bytes, bytes]", vars(os.environ)["_data"])  # a tenth as long to read
@@ -39,13 +31,11 @@ class StateKeeper:
     Attributes:
         world_size: World size of the gang.
         logs: Standard streams of the rank.
-        temp: Returns the directory in which tests make theirs.
         variables: Names of those that this rank was given.
     """
 
     world_size: int
     logs: RankLogs
-    temp: Callable[[], Path | None]
     variables: Iterable[str] = ()
     _raw: dict[str, bytes] = field(default_factory=dict)
     _expected: State = field(default_factory=dict)
@@ -64,7 +54,6 @@ class StateKeeper:
         state: State = {name: _variables.get(raw) for name, raw in self._raw.items()}
         state[_ENVIRON] = sys.modules["os"].environ
         state[_DIRECTORY] = directory
-        state[_OPEN] = builtins.open
         state[_GROUP] = default_group()
         state.update(_streams())
         return state
@@ -119,10 +108,6 @@ class StateKeeper:
             found.append(f"it left {left}, put back")
         if changed:
             expected.update(_streams())
-        temp = self.temp()
-        if temp is not None and not _exists(temp):
-            os.makedirs(temp, mode=0o700, exist_ok=True)
-            found.append("it removed the directory for temporary files, which was made again")
         return found, wrong_group
 
     def _put_back(self, name: str, value: object, wanted: object) -> str:
@@ -131,9 +116,6 @@ class StateKeeper:
             case "os.environ":
                 vars(sys.modules["os"])["environ"] = wanted
                 return "it replaced os.environ, which was put back"
-            case "builtins.open":
-                vars(builtins)["open"] = wanted
-                return "it replaced builtins.open, which was put back"
             case "directory":
                 return _go_back(value, wanted)
             case _:
@@ -148,30 +130,6 @@ class StateKeeper:
             return ""
         wanted = wanted or DefaultGroup(size=self.world_size, backend="any backend")
         return f"it left a default process group of {group} in the place of {wanted}"
-
-
-def continue_parent() -> bool:
-    """Continue the process that starts ranks, and return true, if a test has stopped it.
-
-    One that a test has killed takes this rank with it, before the test has passed.
-    """
-    parent = os.getppid()
-    try:
-        descriptor = os.open(f"/proc/{parent}/status", os.O_RDONLY)
-    except OSError:  # it is gone, or there is no descriptor left
-        return False
-    try:
-        lines = os.read(descriptor, _MOST_BYTES).split(b"\n")
-    finally:
-        os.close(descriptor)
-    found = dict(line.split(b":\t", 1) for line in lines if line.startswith((b"State", b"ShdPnd")))
-    pending = int(found.get(b"ShdPnd", b"0"), 16)
-    if pending & _KILLS:
-        time.sleep(_MOST_S)
-    if pending & _STOPS or found.get(b"State", b"").startswith(b"T "):
-        os.kill(parent, signal.SIGCONT)
-        return True
-    return False
 
 
 def _set_variable(name: str, value: object) -> None:
@@ -212,12 +170,3 @@ def _streams() -> State:
 
 def _shown(value: object) -> str:
     return repr(os.fsdecode(value)) if isinstance(value, bytes) else "unset"
-
-
-def _exists(path: Path) -> bool:
-    """Return whether a path is there, by functions that tests have not patched."""
-    try:
-        os.stat(path)
-    except OSError:
-        return False
-    return True

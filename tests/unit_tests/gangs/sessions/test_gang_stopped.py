@@ -103,26 +103,6 @@ def test_a_stopped_agent_ends_with_a_killed_controller(tmp_path: Path, how: str)
     wait_until(lambda: not suite.processes(), "no process is left")
 
 
-def test_a_test_that_stops_the_agent_is_named_and_the_agent_goes_on(tmp_path: Path) -> None:
-    suite = Suite(tmp_path, has_torch=False).write(
-        test_stops="""
-            import os
-            import signal
-
-            def test_good():
-                pass
-
-            def test_stops():
-                os.kill(os.getppid(), signal.SIGSTOP)
-            """
-    )
-    run = suite.run("-v", "--ranks=2")
-    assert run.words == {"test_good": "PASSED", "test_stops": "PASSED"}, run.stdout
-    told = "state: it stopped the process that starts ranks, which was continued"
-    assert run.stdout.count(told) == 1, run.stdout
-    assert run.stdout.index("test_stops.py::test_stops\n") < run.stdout.index(told)
-
-
 @pytest.mark.everyday
 @pytest.mark.parametrize("how", ["forked", "collects"])
 def test_a_killed_guard_fails_the_test_and_leaves_nothing(tmp_path: Path, how: str) -> None:

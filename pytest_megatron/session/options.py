@@ -261,16 +261,12 @@ def seconds_of(value: object, where: str, more: str = "") -> float:
     Raises:
         pytest.UsageError: It is none.
     """
-    return _duration(where, value, f"is not a time, expected seconds from 0 on{more}")
-
-
-def _duration(where: str, value: object, problem: str) -> float:
-    """Parse a number from 0 on that is finite."""
     try:
         found = float(str(value))
     except ValueError:
         found = -1.0
     if not 0 <= found < float("inf"):
+        problem = f"is not a time, expected seconds from 0 on{more}"
         raise pytest.UsageError(f"{where}: {value!r} {problem}")
     return found
 
@@ -669,26 +665,15 @@ OPTION_ROWS: dict[str, OptionRow] = {
 }
 
 
-class _Removed(argparse.Action):
-    """Refuses an option of earlier versions, with what to do instead."""
-
-    @override
-    def __call__(self, *args: object, **_: object) -> NoReturn:
-        option = str(args[-1])
-        instead = REMOVED[option.replace(f"--{PREFIX}", "--", 1)]
-        raise pytest.UsageError(f"{option}: {instead}")
-
-
-class _Moved(argparse.Action):
-    """Refuses an option of earlier versions that is a setting now, with what to type instead."""
+class _Former(argparse.Action):
+    """Refuses an option of earlier versions, also one that is a setting now, with what to do."""
 
     @override
     def __call__(self, _: object, __: object, value: object, option: str | None = None) -> NoReturn:
-        name = dest(str(option).removeprefix("--").removeprefix(PREFIX))
-        raise pytest.UsageError(
-            f"{option}: is a setting now; write -o {name}={value or 'VALUE'}, or put {name} into "
-            f"the ini file"
-        )
+        name = str(option).removeprefix("--").removeprefix(PREFIX)
+        setting = dest(name)
+        moved = f"is a setting now; write -o {setting}={value or 'VALUE'}, or put {setting} into "
+        raise pytest.UsageError(f"{option}: {REMOVED.get(f'--{name}', f'{moved}the ini file')}")
 
 
 def add_options(parser: pytest.Parser) -> ShortNames:
@@ -700,7 +685,7 @@ def add_options(parser: pytest.Parser) -> ShortNames:
         text = row.help if row.is_setting else f"default of --{row.name}"
         parser.addini(dest(row.name), help=text, default=None)
         if row.is_setting:  # an option of earlier versions
-            names.refuse(row.name, _Moved)
+            names.refuse(row.name, _Former)
             continue
         settings: dict[str, object] = {"dest": dest(row.name), "default": None, "help": row.help}
         settings |= {"metavar": row.metavar} if row.metavar else {"action": "store_true"}
@@ -708,7 +693,7 @@ def add_options(parser: pytest.Parser) -> ShortNames:
         settings |= {"action": "append"} if row.kind.is_repeatable else {}
         names.declare(row.name, settings)
     for option in (word for word in REMOVED if word.startswith("--")):
-        names.refuse(option.removeprefix("--"), _Removed)
+        names.refuse(option.removeprefix("--"), _Former)
     return names
 
 

@@ -132,10 +132,6 @@ class Dispatcher:
         """Return the index of an item in the session."""
         return self._index[item]
 
-    def end_of(self, item: pytest.Item) -> RunEnd | None:
-        """Return the result of an item on its gang, None if it has not ended."""
-        return self.ended.get(item)
-
     def take_late(self) -> list[tuple[pytest.Item, Merged]]:
         """Return failed teardowns of tests that were already reported, once."""
         late, self._late = self._late, []

@@ -357,7 +357,7 @@ class GangPlugin(RecordCarrier):
         shown, option.setupshow = getattr(option, "setupshow", False), False
         try:
             dispatcher = self._open_dispatcher
-            with dispatcher.lock, recorded_by_ranks(item, lambda: dispatcher.end_of(item)):
+            with dispatcher.lock, recorded_by_ranks(item, lambda: dispatcher.ended.get(item)):
                 return (yield)
         finally:
             option.setupshow = shown

@@ -10,8 +10,8 @@ import contextlib
 import importlib
 import io
 import sys
-from collections.abc import Callable, Sequence
-from typing import IO, Protocol, TextIO, cast
+from collections.abc import Callable, Generator, Sequence
+from typing import IO, TextIO, cast
 
 import pytest
 from _pytest.debugging import PdbInvoke, pytestPDB
@@ -24,10 +24,47 @@ from pytest_megatron.process.originals import os, threading
 _INVOKE, _INIT_PDB = "pdbinvoke", "_init_pdb"  # names of pytest
 
 
-class Divertible(Protocol):
-    """The rank's stand-in for pytest's terminal."""
+class Printed:
+    """Replaces pytest's terminal in a rank, and keeps the text.
 
-    diverted: IO[str] | None
+    Attributes:
+        diverted: Stream for the text while a debugger is open.
+    """
+
+    def __init__(self) -> None:
+        self.diverted: IO[str] | None = None
+        self._parts: list[str] = []
+
+    def write(self, text: str) -> int:
+        """Keep a text, or pass it on while output is diverted."""
+        if self.diverted is not None:
+            return self.diverted.write(text)
+        self._parts.append(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """Flush what output is diverted to."""
+        if self.diverted is not None:
+            self.diverted.flush()
+
+    def isatty(self) -> bool:
+        """Return false, so that there are no colours."""
+        return False
+
+    @contextlib.contextmanager
+    def nothing(self) -> Generator[None]:
+        """Drop what is written meanwhile."""
+        num_parts = len(self._parts)
+        try:
+            yield
+        finally:
+            del self._parts[num_parts:]
+
+    def take(self) -> str:
+        """Return what was printed since the last call."""
+        text = "".join(self._parts)
+        self._parts.clear()
+        return text
 
 
 class RankDebugger:
@@ -39,7 +76,7 @@ class RankDebugger:
 
     channel: Channel
 
-    def __init__(self, terminal: Divertible) -> None:
+    def __init__(self, terminal: Printed) -> None:
         self._printed = terminal
         self._pid = 0
         self._invoke: PdbInvoke | None = None

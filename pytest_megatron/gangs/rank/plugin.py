@@ -11,7 +11,7 @@ from collections.abc import Generator, Iterator
 from gc import collect as collect_garbage
 from os import getpid  # a test may put another function in its place
 from pathlib import Path
-from typing import IO, TextIO
+from typing import TextIO
 from weakref import ref
 
 import pluggy
@@ -39,7 +39,7 @@ from pytest_megatron.gangs.ipc.messages import (
 from pytest_megatron.gangs.rank import bootstrap
 from pytest_megatron.gangs.rank import coverage as measure
 from pytest_megatron.gangs.rank.collectives import count_collectives
-from pytest_megatron.gangs.rank.debugger import RankDebugger
+from pytest_megatron.gangs.rank.debugger import Printed, RankDebugger
 from pytest_megatron.gangs.rank.lockstep import RankPipes
 from pytest_megatron.gangs.rank.logs import RankLogs, flush_streams
 from pytest_megatron.gangs.rank.process_state import StateKeeper
@@ -82,7 +82,7 @@ class RankPlugin:
         self._is_in_phase = False
         self._last: pytest.Item | None = None
         self._failures: list[ref[pytest.ExceptionInfo[BaseException]]] = []
-        self.printed = _Printed()
+        self.printed = Printed()
         self._shown = ""
         self.debugger = RankDebugger(self.printed)
         self.measurement: measure.Measurement | None = None
@@ -367,47 +367,6 @@ class RankPlugin:
             if self.rank_config.is_capturing:
                 for stream, text in self._logs.new_text():
                     item.add_report_section(when, stream, text)
-
-
-class _Printed:
-    """Replaces pytest's terminal in a rank, and keeps the text.
-
-    Attributes:
-        diverted: Stream for the text while a debugger is open.
-    """
-
-    def __init__(self) -> None:
-        self.diverted: IO[str] | None = None
-        self._parts: list[str] = []
-
-    def write(self, text: str) -> int:
-        """Keep a text, or pass it on while output is diverted."""
-        if self.diverted is not None:
-            return self.diverted.write(text)
-        self._parts.append(text)
-        return len(text)
-
-    def flush(self) -> None:
-        if self.diverted is not None:
-            self.diverted.flush()
-
-    def isatty(self) -> bool:
-        return False
-
-    @contextlib.contextmanager
-    def nothing(self) -> Generator[None]:
-        """Drop what is written meanwhile."""
-        num_parts = len(self._parts)
-        try:
-            yield
-        finally:
-            del self._parts[num_parts:]
-
-    def take(self) -> str:
-        """Return what was printed since the last call."""
-        text = "".join(self._parts)
-        self._parts.clear()
-        return text
 
 
 def _reported(config: pytest.Config, report: pytest.TestReport) -> PhaseReport:

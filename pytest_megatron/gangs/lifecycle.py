@@ -278,7 +278,6 @@ class Lifecycle:
         self.state = GangState.STARTING
         self.problems: list[str] = []
         self.late: dict[int, PhaseReport] = {}
-        self.outputs: dict[int, str] = {}
         self.unbegun = 0
         self._ranks = [RankResult(rank=rank, log_dir=path) for rank, path in enumerate(log_dirs)]
         self._missing: dict[int, Mapping[str, str]] = {}  # of each rank that is ready
@@ -441,7 +440,6 @@ class Lifecycle:
     def _on_closed(self, rank: RankResult, message: Closed) -> None:
         """Note that a rank has torn down everything."""
         self._closed.add(rank.rank)
-        self.outputs[rank.rank] = message.workeroutput
         if message.late is not None:
             self.late[rank.rank] = message.late
         if message.problem:

@@ -160,7 +160,6 @@ class GangPool:
         Raises:
             pytest.UsageError, LaunchError: Ranks cannot be started here.
         """
-        refuse_unfit_host(self._options)
         self.plan([spec])
         self.per_rank = PerRank(self._config, self.supervisor, self._options, None)
         start_env = self._config.stash[KEY]
@@ -365,8 +364,6 @@ class GangPool:
         del self.gangs[gang.number]
         self.tee.forget(gang)
         self.leases.release(gang.number)
-        if self.per_rank is not None:
-            self.per_rank.take_outputs(gang)
 
     def interrupt(self, busy: list[Gang]) -> None:
         """Send Ctrl-C to ranks, which tear down; a second Ctrl-C does not wait for them."""

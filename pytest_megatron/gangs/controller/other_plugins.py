@@ -12,7 +12,7 @@ import fcntl
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 
 CONFIGURE_NODE = "pytest_configure_node"
-NODE_DOWN = "pytest_testnodedown"
 WORKER_VARIABLE = "PYTEST_XDIST_WORKER"
 # Plugins that act for the whole session, in the controller only.
 _CONTROLLER_PLUGINS = (
@@ -48,12 +47,10 @@ class RankNode:
     Attributes:
         config: Configuration of the controller.
         workerinput: `config.workerinput` of the rank.
-        workeroutput: `config.workeroutput` of the rank.
     """
 
     config: pytest.Config
     workerinput: dict[str, object]
-    workeroutput: dict[str, object] = field(default_factory=dict)
 
     @property
     def gateway(self) -> SimpleNamespace:
@@ -78,21 +75,16 @@ def configure_node(config: pytest.Config, rank_config: RankConfig, argv: list[st
             "mainargv": argv,
         },
     )
-    _call_plugins(node, CONFIGURE_NODE, {"node": node})
+    manager = config.pluginmanager
+    if hasattr(manager.hook, CONFIGURE_NODE):  # pytest-xdist has it
+        dropped = [
+            plugin
+            for plugin in manager.get_plugins()
+            if is_of_controller(plugin) or module_of(plugin).startswith("pytest_megatron.")
+        ]
+        manager.subset_hook_caller(CONFIGURE_NODE, dropped)(node=node)
     node.workerinput |= testmon.input_for_rank(config)
     return node
-
-
-def node_down(node: RankNode, workeroutput: str, error: str | None) -> None:
-    """Call `pytest_testnodedown` with the output of a rank.
-
-    Args:
-        node: The rank.
-        workeroutput: Text from `encode`; "" if there is none.
-        error: Reason why there is none, or None.
-    """
-    node.workeroutput = decode(workeroutput)
-    _call_plugins(node, NODE_DOWN, {"node": node, "error": error})
 
 
 def encode(values: Mapping[str, object]) -> str:
@@ -114,7 +106,7 @@ def encode(values: Mapping[str, object]) -> str:
 
 def decode(text: str) -> dict[str, object]:
     """Return the values of `encode`."""
-    return cast("dict[str, object]", ast.literal_eval(text)) if text else {}
+    return cast("dict[str, object]", ast.literal_eval(text))
 
 
 def is_of_controller(plugin: object) -> bool:
@@ -126,19 +118,6 @@ def is_of_controller(plugin: object) -> bool:
 def module_of(plugin: object) -> str:
     """Return the name of a plugin's module, or of its class's module."""
     return str(getattr(plugin, "__name__", type(plugin).__module__))
-
-
-def _call_plugins(node: RankNode, name: str, arguments: Mapping[str, object]) -> None:
-    """Call a hook of pytest-xdist in plugins that are active in ranks."""
-    manager = node.config.pluginmanager
-    if not hasattr(manager.hook, name):  # without pytest-xdist there is no such hook
-        return
-    dropped = [
-        plugin
-        for plugin in manager.get_plugins()
-        if is_of_controller(plugin) or module_of(plugin).startswith("pytest_megatron.")
-    ]
-    manager.subset_hook_caller(name, dropped)(**arguments)
 
 
 _INLINE_HARMLESS = {"", "disable", "short-report"}

@@ -324,12 +324,10 @@ class Closed:
     Attributes:
         problem: Text of an error in a fixture's teardown, or "".
         late: The same as a report of the last test's teardown; None if there is none.
-        workeroutput: `config.workeroutput` of a rank that collected, encoded.
     """
 
     problem: str
     late: PhaseReport | None = None
-    workeroutput: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

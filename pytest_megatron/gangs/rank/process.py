@@ -26,7 +26,6 @@ from _pytest.logging import (
 from pytest_megatron.features import ExtensionPoint
 from pytest_megatron.gangs.controller.other_plugins import (
     WORKER_VARIABLE,
-    encode,
     is_of_controller,
     leave_to_controller,
 )
@@ -243,8 +242,8 @@ def serve(
                 case Close():
                     late = plugin.tear_down_late(session, None)
                     plugin.end_if_forked()
-                    problem, output = _finish_session(session) if is_own_session else ("", "")
-                    channel.send(Closed(problem=problem, late=late, workeroutput=output))
+                    problem = _finish_session(session) if is_own_session else ""
+                    channel.send(Closed(problem=problem, late=late))
                     break
                 case _:
                     break
@@ -277,22 +276,17 @@ def _finder(
     return lambda _, node_id: by_id.get(node_id)
 
 
-def _finish_session(session: pytest.Session) -> tuple[str, str]:
-    """Finish the session as a worker of pytest-xdist does.
-
-    Returns:
-        Traceback of an error, or "", and the encoded `config.workeroutput`.
-    """
+def _finish_session(session: pytest.Session) -> str:
+    """Finish the session as a worker of pytest-xdist does; return the traceback of an error."""
     config = session.config
     # Some plugins detect a worker by this variable. Tests do not see it: some derive ports from it.
     os.environ.setdefault(WORKER_VARIABLE, str(vars(config)["workerinput"]["workerid"]))
     try:
         config.hook.pytest_sessionfinish(session=session, exitstatus=session.exitstatus)
-        output = encode(vars(config)["workeroutput"])
         config._ensure_unconfigure()
     except BaseException:  # noqa: BLE001 - hooks of a user
-        return traceback.format_exc(), ""
-    return "", output
+        return traceback.format_exc()
+    return ""
 
 
 def _close(session: pytest.Session) -> str:

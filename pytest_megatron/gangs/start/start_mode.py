@@ -22,10 +22,8 @@ from typing_extensions import override
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.controller.other_plugins import (
-    RankNode,
     configure_node,
     encode,
-    node_down,
 )
 from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
@@ -57,7 +55,7 @@ from pytest_megatron.gangs.start.environment import (
 from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage, RankCollector
-from pytest_megatron.gangs.supervisor.supervisor import Gang, Supervisor
+from pytest_megatron.gangs.supervisor.supervisor import Supervisor
 from pytest_megatron.gangs.topology import GangSpec, Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.process.fork_safety import find_obstacle
@@ -209,14 +207,12 @@ class _World:
     Attributes:
         collected: Rank -> what it has collected.
         lost: Rank -> reason why it has none of its tests.
-        nodes: Rank -> its node for plugins of the controller.
         lost_at: When the first rank was lost.
     """
 
     collected: dict[int, Collected] = field(default_factory=dict)
     differences: dict[int, CollectionDifference] = field(default_factory=dict)
     lost: dict[int, str] = field(default_factory=dict)
-    nodes: dict[int, RankNode] = field(default_factory=dict)
     lost_at: float = 0.0
 
 
@@ -348,15 +344,6 @@ class PerRank:
             for node_id, found in ranks.items()
         }
 
-    def take_outputs(self, gang: Gang) -> None:
-        """Pass the output of a gang's ranks to plugins, once the gang is gone."""
-        world = self._worlds.get(
-            gang.spec.world_size, _World()
-        )  # none after a restart of the preloaded process
-        for rank, node in world.nodes.items():
-            output = gang.lifecycle.outputs.get(rank)
-            node_down(node, output or "", None if output else "the rank was ended")
-
     def close(self) -> None:
         """Wait for the end of all processes, once the supervisor was stopped."""
         self._preloaded.stop(has_ranks=self._has_served)
@@ -391,7 +378,7 @@ class PerRank:
         """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
         argv = self._start_env.argv
-        world.nodes |= {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
+        nodes = {c.rank: configure_node(self._config, c, argv) for c in rank_configs}
         begun, self._start_env.begun = self._start_env.begun, ()
         wanted = [_for_collecting(c, self._collectors.num_starts + 1) for c in rank_configs]
         if begun and not _are_same(begun, wanted):
@@ -402,7 +389,7 @@ class PerRank:
         for collector in self._collectors.of_number(number):
             rank = collector.config.rank
             collect = AskToCollect(
-                workerinput=encode(world.nodes[rank].workerinput),
+                workerinput=encode(nodes[rank].workerinput),
                 base_temp=base_temps[rank],
                 digest="" if self._node_ids is None else digest_of(self._node_ids),
             )

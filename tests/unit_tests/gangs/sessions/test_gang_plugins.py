@@ -211,10 +211,7 @@ WANTS_CONTROLLER = """
     def pytest_sessionfinish(session):
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput["ran"] = session.config.workerinput["workerid"]
-
-    def pytest_testnodedown(node, error):
-        with open("down.txt", "a") as file:
-            print(node.gateway.id, node.workeroutput.get("ran"), error, file=file)
+            Path(session.config.workerinput["workerid"]).touch()
     """
 
 
@@ -237,7 +234,7 @@ def test_ranks_that_collect_are_workers_of_the_controllers_plugins(
     )
     run = suite.run("-v", "-pxdist", "--ranks=2", f"-omegatron_gang_start={how}")
     assert run.words == {"test_seed": "PASSED", "test_again": "PASSED"}
-    assert sorted(suite.read("down.txt")) == ["rank0 rank0 None", "rank1 rank1 None"]
+    assert {path.name for path in tmp_path.glob("rank?")} == {"rank0", "rank1"}
 
 
 def test_dist_without_workers_is_no_distribution(tmp_path: Path) -> None:

@@ -186,15 +186,12 @@ def _refuse_forks(config: pytest.Config, items: Iterable[pytest.Item]) -> None:
     Raises:
         pytest.UsageError: It is requested.
     """
-    if not config.pluginmanager.has_plugin("pytest_forked"):
-        return
-    for item in items:
-        is_marked = item.get_closest_marker("forked") is not None
-        if is_marked or getattr(config.option, "forked", False):
-            asked = "@pytest.mark.forked" if is_marked else "--forked"
+    is_asked = getattr(config.option, "forked", False)
+    for item in items if config.pluginmanager.has_plugin("pytest_forked") else ():
+        if is_asked or item.get_closest_marker("forked") is not None:
             raise pytest.UsageError(
-                f"{asked}: {item.nodeid} runs on ranks, which are processes of their own; for new "
-                "ones use @pytest.mark.isolated, and drop it"
+                f"pytest-forked: {item.nodeid} runs on ranks, which are processes of their own; "
+                "for new ones use @pytest.mark.isolated, and drop --forked or the mark forked"
             )
 
 

@@ -289,10 +289,14 @@ class GangPool:
     def _has_collected(self, per_rank: PerRank, spec: GangSpec, lease: Lease | None) -> bool:
         """Report errors of ranks that collect; return whether all have collected without errors."""
         is_ready = per_rank.is_ready(self.rank_configs.write(0, spec, lease))
-        failures = per_rank.take_failures(spec.world_size) if is_ready else []
+        # Gangs of other sizes may have other parameters than the session.
+        has_extra = spec.world_size == max(s.world_size for s in self._specs)
+        has_extra = has_extra and not self._run.is_worker  # of which each runs what it has
+        size = spec.world_size
+        failures = per_rank.take_failures(size, has_extra=has_extra) if is_ready else []
         if lease is not None and (failures or not is_ready):
             self.leases.prepared[spec] = lease
-        self._report_failures(failures, is_lost=is_ready and per_rank.is_lost(spec.world_size))
+        self._report_failures(failures, is_lost=is_ready and per_rank.is_lost(size))
         return is_ready and not failures
 
     def _report_failures(self, failures: Sequence[tuple[str, str]], *, is_lost: bool) -> None:

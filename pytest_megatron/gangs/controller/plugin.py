@@ -53,7 +53,7 @@ from pytest_megatron.gangs.record import (
     transient_cause,
 )
 from pytest_megatron.gangs.start.environment import KEY
-from pytest_megatron.gangs.start.start_mode import first_gang, make_extra_item
+from pytest_megatron.gangs.start.start_mode import first_gang
 from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
@@ -315,17 +315,6 @@ class GangPlugin(RecordCarrier):
             if ready is not None:
                 index = dispatcher.index(ready)
                 self._protocol(session, ready, items[index + 1] if ready != items[-1] else None)
-        self._fail_extra(session)
-
-    def _fail_extra(self, session: pytest.Session) -> None:
-        """Fail tests that only some ranks have, under their own names."""
-        per_rank = self._open_pool.per_rank
-        extra = {} if per_rank is None else per_rank.extra()
-        for node_id, reason in extra.items():
-            item = make_extra_item(session, node_id, reason)
-            session.items.append(item)
-            session.testscollected += 1
-            self._protocol(session, item, None)
 
     def _protocol(
         self, session: pytest.Session, item: pytest.Item, nextitem: pytest.Item | None

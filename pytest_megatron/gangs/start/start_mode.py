@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import assert_never
 
 import pytest
-from typing_extensions import override
 
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import LaunchError
@@ -66,6 +65,7 @@ _TORCH = "torch"
 _TORCH_FIXTURES = frozenset(("device", "process_group", "model_parallel"))
 _PRELOAD_S = 120.0  # to load torch from a slow file system
 _OTHERS_S = 2.0  # for other ranks to fail as well, if one could collect nothing
+_EXTRA = "collected {}, and the session did not: does a condition depend on the rank?"
 _NOTHING_FOUND = "collected none of these tests: does a hook or a condition depend on the rank?"
 # Parts of texts that differ by rank for one error: addresses, and numbers except those of lines.
 _OF_ONE_RANK = re.compile(r"0x[0-9a-f]+|(?<!\.py:)(?<!\d)\d+")
@@ -252,8 +252,8 @@ class PerRank:
 
     def start_ahead(self, rank_configs: Sequence[RankConfig]) -> None:
         """Have the ranks of a gang collect while the controller does."""
-        world = self._worlds[rank_configs[0].world_size] = _World()
-        self._start_collectors(world, rank_configs)
+        self._worlds[rank_configs[0].world_size] = _World()
+        self._start_collectors(rank_configs)
 
     def compare_with(self, items: Sequence[pytest.Item]) -> None:
         """Take the tests of the controller, which has collected after ranks had begun."""
@@ -288,7 +288,7 @@ class PerRank:
                 del collectors[rank]
         wanted = [config for config in rank_configs if config.rank not in collectors]
         if wanted:
-            self._start_collectors(world, wanted)
+            self._start_collectors(wanted)
         return not wanted and all(c.is_ready for c in collectors.values())
 
     def missing(self, size: int) -> dict[int, dict[str, str]]:
@@ -299,14 +299,23 @@ class PerRank:
             missing[rank] = dict.fromkeys(self._node_ids or (), last_line(reason))
         return missing
 
-    def take_failures(self, size: int) -> list[tuple[str, str]]:
+    def take_failures(self, size: int, *, has_extra: bool) -> list[tuple[str, str]]:
         """Return collectors that failed on ranks, with reason and ranks, each once in a session.
 
         Instead of a node id, ranks are named that could collect nothing.
+
+        Args:
+            size: World size of the gangs.
+            has_extra: Whether a test that only ranks have is a failure. It is none where the user
+                named single tests, as ranks collect whole files.
         """
         world = self._worlds[size]
-        found = [((c, t), r) for r, d in world.differences.items() for c, t in d.failures.items()]
+        differences = sorted(world.differences.items())
+        found = [((c, t), r) for r, d in differences for c, t in d.failures.items()]
         found += [(("", reason), rank) for rank, reason in world.lost.items()]
+        if has_extra and not self._has_nodes:
+            extra = [(node_id, rank) for rank, d in differences for node_id in d.extra]
+            found += [((node_id, _EXTRA.format(node_id)), rank) for node_id, rank in extra]
         ranks: dict[tuple[str, str], list[int]] = {}
         reasons: dict[tuple[str, str], str] = {}
         for (place, reason), rank in found:
@@ -325,24 +334,6 @@ class PerRank:
     def is_lost(self, size: int) -> bool:
         """Return whether gangs of a size cannot be started, as a rank has none of their tests."""
         return bool(self._worlds[size].lost)
-
-    def extra(self) -> dict[str, str]:
-        """Return node id -> message, for tests that only ranks have.
-
-        Empty if the user named single tests, as ranks collect whole files. Only gangs of the widest
-        size are compared, as others may have other parameters.
-        """
-        if self._has_nodes or not self._worlds:
-            return {}
-        size = max(self._worlds)
-        ranks: dict[str, list[int]] = {}
-        for rank, difference in sorted(self._worlds[size].differences.items()):
-            for node_id in difference.extra:
-                ranks.setdefault(node_id, []).append(rank)
-        return {
-            node_id: f"collected by {name_ranks(found)} of {size} only"
-            for node_id, found in ranks.items()
-        }
 
     def close(self) -> None:
         """Wait for the end of all processes, once the supervisor was stopped."""
@@ -374,7 +365,7 @@ class PerRank:
         wait_for_agent(self._supervisor, _PRELOAD_S, problem, restart)
         self._has_served = True
 
-    def _start_collectors(self, world: _World, rank_configs: Sequence[RankConfig]) -> None:
+    def _start_collectors(self, rank_configs: Sequence[RankConfig]) -> None:
         """Start the collectors of ranks."""
         until = time.monotonic() + self._limit_s
         argv = self._start_env.argv
@@ -459,31 +450,6 @@ def _node_ids(items: Sequence[pytest.Item]) -> list[str]:
     """Return the tests that ranks collect as well: no workloads."""
     own = __package__.partition(".")[0]
     return [i.nodeid for i in items if type(i).__module__.partition(".")[0] != own]
-
-
-class ExtraItem(pytest.Item):
-    """A test that only ranks collected: it fails."""
-
-    reason = ""
-
-    @override
-    def runtest(self) -> None:
-        """Fail."""
-        pytest.fail(self.reason, pytrace=False)
-
-    @override
-    def reportinfo(self) -> tuple[Path, None, str]:
-        """Return file and name of the test."""
-        file, _, name = self.nodeid.partition("::")
-        return self.config.rootpath / file, None, name.replace("::", ".")
-
-
-def make_extra_item(session: pytest.Session, node_id: str, reason: str) -> ExtraItem:
-    """Return the item of a test that only ranks have."""
-    name = node_id.rpartition("::")[2]
-    item: ExtraItem = ExtraItem.from_parent(session, name=name, nodeid=node_id)
-    item.reason = reason
-    return item
 
 
 def _are_same(begun: Sequence[RankConfig], wanted: Sequence[RankConfig]) -> bool:

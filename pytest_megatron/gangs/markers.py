@@ -130,7 +130,7 @@ def _limit_of(item: pytest.Item, options: Options) -> TimeLimit:
         limit = limit_of_session(item.config, options)
     else:
         where = f"{item.nodeid}: mark timeout"
-        limit = TimeLimit(seconds_of(seconds, where, NO_LIMIT), where, is_of_call(item.config))
+        limit = TimeLimit(seconds_of(seconds, where, NO_LIMIT), is_of_call(item.config))
     return limit if of_call is None else replace(limit, is_of_call=of_call)
 
 

@@ -169,15 +169,6 @@ def header_line(spec: GangSpec, gpus: Sequence[Gpu] | None, where: str) -> str:
     )
 
 
-def no_limit_line(source: str) -> str:
-    """Return the warning that tests have no time limit.
-
-    Args:
-        source: The setting that is 0.
-    """
-    return f"megatron: tests of gangs have no time limit ({source} is 0): a hang does not end"
-
-
 def plan_lines(specs: Iterable[GangSpec | None]) -> list[str]:
     """Return a line for each kind of gang with its number of tests.
 

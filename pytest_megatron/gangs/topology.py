@@ -60,6 +60,11 @@ class Nodes:
     num_nodes: int
     ranks_per_node: int
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks that fit on all nodes."""
+        return self.num_nodes * self.ranks_per_node
+
     def place(self, world_size: int) -> tuple[RankPlace, ...]:
         """Return the places of the ranks of a gang: nodes are filled in order, node 0 first."""
         room = max(self.ranks_per_node, -(-world_size // self.num_nodes))
@@ -86,7 +91,7 @@ class Nodes:
         """
         room = self.ranks_per_node
         if not world_sizes:
-            return room * self.num_nodes
+            return self.num_ranks
         if self.num_nodes > 1 and max(world_sizes) > room:
             return 0
         return max(0, room - sum(world_sizes))

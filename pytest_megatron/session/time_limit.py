@@ -15,16 +15,14 @@ _TIMEOUT_PLUGINS = ("timeout", "pytest_timeout")  # the second one if `-p` loads
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """Time limit of a phase, and the setting that it comes from.
+    """Time limit of a phase.
 
     Attributes:
         seconds: 0 is no limit.
-        source: The setting that the user would change.
         is_of_call: Whether it limits the call alone.
     """
 
     seconds: float
-    source: str
     is_of_call: bool = False
 
 
@@ -44,8 +42,8 @@ def limit_of_session(config: pytest.Config, options: Options) -> TimeLimit:
         }
         for source, value in settings.items():
             if value not in (None, ""):
-                return TimeLimit(seconds_of(value, source, NO_LIMIT), source, is_of_call(config))
-    return TimeLimit(options.rank_timeout_s, "--rank-timeout")
+                return TimeLimit(seconds_of(value, source, NO_LIMIT), is_of_call(config))
+    return TimeLimit(options.rank_timeout_s)
 
 
 def is_of_call(config: pytest.Config) -> bool:

@@ -110,13 +110,12 @@ class GangPool:
         tee: Copies output of ranks to the terminal.
     """
 
-    def __init__(self, config: pytest.Config, run: RunSession, default_size: int) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession) -> None:
         """Begin without gangs.
 
         Args:
             config: Configuration of the session.
             run: Run directory and options of the session.
-            default_size: World size of tests without a marker; 0 if they need no gang.
         """
         open_standard_descriptors()
         self._config = config
@@ -129,7 +128,7 @@ class GangPool:
         self.leases = Leases(partial(write_line, config))
         self.per_rank: PerRank | None = None
         self.leader: Leader | None = None
-        self._default_size = default_size
+        self._default_size = nodes_of(options).num_ranks  # 0 if tests without a marker need no gang
         self._template: TemplateProcess | None = None
         self._begin()
         self.plan(())

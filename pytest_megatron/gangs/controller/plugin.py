@@ -38,14 +38,13 @@ from pytest_megatron.gangs.controller.reports import (
     excinfo_of,
     warn_again,
 )
-from pytest_megatron.gangs.controller.results import add_way_back
 from pytest_megatron.gangs.controller.testmon import add_lines, recorded_by_ranks
 from pytest_megatron.gangs.markers import (
     limit_of,
     spec_of,
 )
 from pytest_megatron.gangs.merge import RankResult, RunEnd, reported
-from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
+from pytest_megatron.gangs.nodes.leader import first_gang, nodes_of, room_on_gpus
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
 from pytest_megatron.gangs.record import (
     plan_lines,
@@ -53,10 +52,10 @@ from pytest_megatron.gangs.record import (
     transient_cause,
 )
 from pytest_megatron.gangs.start.environment import KEY
-from pytest_megatron.gangs.start.start_mode import first_gang
 from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.process.tree import end_if_forked
+from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.session.options import WORKLOADS_PLUGIN, Options, has_workers
 from pytest_megatron.session.run_file import RecordCarrier, put_record
 from pytest_megatron.session.state import IS_WORKLOAD, RunSession, show_no_stacks, write_line
@@ -135,7 +134,7 @@ class GangPlugin(RecordCarrier):
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Determine the gangs of items; skip items that this host has too few GPUs for."""
-        room, size = room_on_gpus(self._options), self._default_size()
+        room, size = room_on_gpus(self._options), nodes_of(self._options).num_ranks
         for item in items:
             spec = spec_of(item, self._options, default_size=size, room=room)
             if spec is None:
@@ -155,11 +154,6 @@ class GangPlugin(RecordCarrier):
         """Return the gang of an item, None for one that runs elsewhere."""
         return self._specs.get(item)
 
-    def _default_size(self) -> int:
-        """Return the world size of a test without a marker; 0 if it runs in the controller."""
-        nodes = nodes_of(self._options)
-        return nodes.ranks_per_node * nodes.num_nodes
-
     def _refuse_pdb_rank(self) -> None:
         """Make sure that some gang has the rank to debug.
 
@@ -178,7 +172,7 @@ class GangPlugin(RecordCarrier):
         """Have ranks begin to collect, where they are to do so beside the controller."""
         if not session.config.stash[KEY].is_collecting or self._options.is_plan:
             return
-        self._pool = GangPool(self._config, self._run, self._default_size())
+        self._pool = GangPool(self._config, self._run)
         try:
             self._run.refuse_used_run_dir()
             self._pool.begin_ahead(first_gang(self._options))
@@ -270,7 +264,7 @@ class GangPlugin(RecordCarrier):
     def _open(self, session: pytest.Session) -> Dispatcher:
         """Open the pool of gangs, and replace the phases of items of gangs."""
         if self._pool is None:
-            self._pool = GangPool(self._config, self._run, self._default_size())
+            self._pool = GangPool(self._config, self._run)
         pool = self._pool
         pool.plan(self._specs.values())
         dispatcher = self._dispatcher = Dispatcher(
@@ -462,7 +456,9 @@ class GangPlugin(RecordCarrier):
             report.user_properties.append(("megatron.signature", causes[-1].id))
         if report.failed and (why := self._refusals[item]) is not None:
             report.sections.append(("not run again", why))
-        add_way_back(report, self._run)
+        if report.failed:
+            command = reproduce_line(self._run.where, report.nodeid)
+            report.sections.append(("again", command))
         if call.when == "teardown":
             history = self._open_dispatcher.history[item]
             spec = self._specs[item]

@@ -11,29 +11,19 @@ import pytest
 
 from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
 from pytest_megatron.gangs.controller.testmon import keep_late_failure
-from pytest_megatron.gangs.markers import device_of
-from pytest_megatron.gangs.nodes.leader import nodes_of, room_on_gpus
+from pytest_megatron.gangs.nodes.leader import first_gang, room_on_gpus
 from pytest_megatron.gangs.record import (
     flaky_lines,
     header_line,
-    no_limit_line,
 )
-from pytest_megatron.gangs.topology import GangSpec, count_gpus
+from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import this_host
-from pytest_megatron.runs.headline import reproduce_line
 from pytest_megatron.runs.record import RecordedTest
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.run_file import RunFile, record_on
 from pytest_megatron.session.state import RunSession
-from pytest_megatron.session.time_limit import limit_of_session
 
 NAME = "megatron-gangs-results"
-
-
-def add_way_back(report: pytest.TestReport, run: RunSession) -> None:
-    """Append the command that reproduces a failure to its report."""
-    if report.failed:
-        report.sections.append(("again", reproduce_line(run.where, report.nodeid)))
 
 
 class GangResults:
@@ -56,20 +46,13 @@ class GangResults:
             if self._run.options.asks_for_gangs:
                 refuse_unfit_host(self._run.options)
 
-    def pytest_report_header(self, config: pytest.Config) -> list[str]:
+    def pytest_report_header(self) -> list[str]:
         """Describe the gangs of tests without a marker."""
         options = self._run.options
         if not options.asks_for_gangs:
             return []
         gpus = None if options.device == "cpu" else this_host().gpus
-        nodes, room = nodes_of(options), 0 if gpus is None else room_on_gpus(options)
-        size = nodes.ranks_per_node * nodes.num_nodes
-        spec = GangSpec(world_size=size, device=device_of(options, size, room))
-        lines = [header_line(spec, gpus, self._run.shorten(str(self._run.run_dir)))]
-        limit = limit_of_session(config, options)
-        if not limit.seconds:
-            lines.append(no_limit_line(limit.source))
-        return lines
+        return [header_line(first_gang(options), gpus, self._run.shorten(str(self._run.run_dir)))]
 
     @pytest.hookimpl(specname="pytest_runtest_logreport", tryfirst=True)
     def pytest_megatron_keep_selected(self, report: pytest.TestReport) -> None:

@@ -20,8 +20,9 @@ from pytest_megatron.gangs.ipc.messages import (
     SessionEnded,
     Welcome,
 )
+from pytest_megatron.gangs.markers import device_of
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.gangs.topology import KEY_VARIABLE, Nodes, find_key
+from pytest_megatron.gangs.topology import KEY_VARIABLE, GangSpec, Nodes, find_key
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.session.options import Options
 from pytest_megatron.session.state import write_line
@@ -44,6 +45,15 @@ def nodes_of(options: Options) -> Nodes:
 def room_on_gpus(options: Options) -> int:
     """Return the number of ranks of one gang that fit on the GPUs of this host."""
     return len(this_host().gpus) * options.ranks_per_gpu
+
+
+def first_gang(options: Options) -> GangSpec:
+    """Return the gang of tests without a mark; its size is 0 where they run on none."""
+    size, room = (
+        nodes_of(options).num_ranks,
+        0 if options.device == "cpu" else room_on_gpus(options),
+    )
+    return GangSpec(world_size=size, device=device_of(options, size, room))
 
 
 def address_of(endpoint: str) -> tuple[str, int]:

@@ -37,8 +37,7 @@ from pytest_megatron.gangs.ipc.messages import (
     Start,
 )
 from pytest_megatron.gangs.lifecycle import START_LIMIT_S
-from pytest_megatron.gangs.markers import device_of
-from pytest_megatron.gangs.nodes.leader import DEVICES, nodes_of, room_on_gpus
+from pytest_megatron.gangs.nodes.leader import DEVICES, first_gang
 from pytest_megatron.gangs.start.collector import (
     CollectionDifference,
     SessionInfo,
@@ -55,7 +54,7 @@ from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage, RankCollector
 from pytest_megatron.gangs.supervisor.supervisor import Supervisor
-from pytest_megatron.gangs.topology import GangSpec, Nodes, count_gpus
+from pytest_megatron.gangs.topology import Nodes, count_gpus
 from pytest_megatron.gpu.host import this_host, try_lease
 from pytest_megatron.process.fork_safety import find_obstacle
 from pytest_megatron.session.options import Options
@@ -132,13 +131,6 @@ def make_session_info(config: pytest.Config) -> SessionInfo:
         path=start_env.path,
         env=start_env.env,
     )
-
-
-def first_gang(options: Options) -> GangSpec:
-    """Return the gang of tests without a mark, whose ranks begin with the session."""
-    nodes, room = nodes_of(options), 0 if options.device == "cpu" else room_on_gpus(options)
-    size = nodes.ranks_per_node * nodes.num_nodes
-    return GangSpec(world_size=size, device=device_of(options, size, room))
 
 
 def load_ahead(config: pytest.Config) -> None:

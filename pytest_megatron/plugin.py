@@ -252,7 +252,7 @@ def _register_gang_results(config: pytest.Config, session: RunSession) -> None:
     from pytest_megatron.session.state import register_reporters
 
     if not config.pluginmanager.has_plugin(NAME):
-        results = GangResults(session, run_file_of(config, session))
+        results = GangResults(config, session, run_file_of(config, session))
         config.pluginmanager.register(results, NAME)
         register_reporters(config, session)
 

@@ -172,7 +172,7 @@ def settle(ranks: Sequence[RankResult], *, is_isolated: bool) -> tuple[Reason, b
     if len(done) < len(ranks):
         return kind_of_first_failure(ranks), False
     is_in_step = len({d.num_collectives for d in done}) == 1 or is_isolated
-    if not is_in_step and all(r.outcome == "passed" for r in ranks):
+    if not is_in_step and not any(r.failed_phase for r in ranks):
         return Reason.DESYNCHRONISED, False
     # A rank that set up groups alone uses other keys of the store than the others; and a send
     # without a receive would be received in a later test.
@@ -406,8 +406,13 @@ class Lifecycle:
                 return self._finish(now) if self.state is GangState.STOPPING else []
             case Died():
                 return self._on_death(self._ranks[rank], message, now)
+            case DebuggerWanted():  # no time passes meanwhile
+                self._timers.suspend(rank)
+            case DebuggerLeft():
+                self._timers.resume(rank, self.state, now)
             case _:
                 return self._on_message(self._ranks[rank], message, now)
+        return []
 
     def _on_message(self, rank: RankResult, message: Message, now: float) -> list[Action]:
         """Take a message of a rank; return what to do."""
@@ -423,8 +428,6 @@ class Lifecycle:
             case Done(run=run) if self._is_current(run) and self.state is GangState.RUNNING:
                 rank.done = message
                 rank.reports += message.reports
-                if not rank.outcome:
-                    rank.outcome = "passed"
                 if message.stop:  # the others may wait for it, as for a failed rank
                     self._record_failure(rank, now)
                 return self._settle(now)
@@ -434,7 +437,7 @@ class Lifecycle:
             case Closed():
                 self._on_closed(rank, message)
             case _:
-                self._on_debugger(rank, message, now)
+                pass
         return []
 
     def _on_closed(self, rank: RankResult, message: Closed) -> None:
@@ -455,16 +458,6 @@ class Lifecycle:
         self._timers.begin(now)
         return self._send()
 
-    def _on_debugger(self, rank: RankResult, message: Message, now: float) -> None:
-        """Stop the timers while a debugger is open, and restart them when it is left."""
-        match message:
-            case DebuggerWanted():
-                self._timers.suspend(rank.rank)
-            case DebuggerLeft():
-                self._timers.resume(rank.rank, self.state, now)
-            case _:
-                pass
-
     def _end_without_ranks(self, now: float) -> list[Action]:
         """End a test that runs still, as nothing more will be reported of the ranks."""
         if self.state not in (GangState.RUNNING, GangState.STOPPING):
@@ -484,7 +477,7 @@ class Lifecycle:
     def _note(self, rank: RankResult, when: str, outcome: str, now: float) -> None:
         """Note the first phase of a rank that did not pass."""
         if outcome != "passed" and not rank.failed_phase:
-            rank.failed_phase, rank.outcome = when, outcome
+            rank.failed_phase = when
             self._record_failure(rank, now)
 
     def _record_failure(self, rank: RankResult, now: float) -> None:

@@ -16,11 +16,7 @@ from typing import TypeAlias, cast
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.base.text import counted, describe_exit, grouped, name_ranks
-from pytest_megatron.gangs.crash import (
-    describe_flights,
-    innermost_frame,
-    shorten_stack,
-)
+from pytest_megatron.gangs.crash import describe_flights, innermost_frame, shorten_stack
 from pytest_megatron.gangs.ipc.messages import Done, JsonObject, Outcome, PhaseReport, skip_reason
 from pytest_megatron.runs.headline import make_headline, where_ranks_were
 
@@ -51,7 +47,6 @@ class RankResult:
         at: When it first failed, skipped or died, in seconds of the controller's monotonic clock;
             None if it did neither.
         failed_phase: The phase that it reported as failed or skipped, or "".
-        outcome: `passed`, `failed` or `skipped` if it was reported, else "".
         phase: The phase in which it died or was stopped, or "".
         problem: A traceback of pytest itself, or the reason why the rank lacks the test, or "".
         stack: Text of faulthandler if it crashed or had to be stopped, or "".
@@ -66,7 +61,6 @@ class RankResult:
     exit_code: int | None = None
     at: float | None = None
     failed_phase: str = ""
-    outcome: str = ""
     phase: str = ""
     problem: str = ""
     stack: str = ""

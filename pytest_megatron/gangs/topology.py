@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pytest_megatron.base.text import name_ranks
 from pytest_megatron.errors import LaunchError
 
 KEY_VARIABLE = "PYTEST_MEGATRON_KEY"
@@ -145,11 +144,6 @@ def _user_key(env: Mapping[str, str], home: Path) -> bytes:
         raise LaunchError(
             str(error.filename or path), f"{error.strerror}; set {KEY_VARIABLE} on every node"
         ) from error
-
-
-def describe_node(node_rank: int, ranks: Sequence[int]) -> str:
-    """Return `node 1 (ranks 2-3)`."""
-    return f"node {node_rank} ({name_ranks(ranks)})"
 
 
 def _make_key(path: Path) -> None:

@@ -289,10 +289,12 @@ class Dispatcher:
         is_alone = self.is_in_order or self.is_serial
         if not (self._may_send_ahead and gang.spec.device == "cpu" and is_alone):
             return
-        supervisor = self._pool.supervisor
-        after = gang.lifecycle.queue.last
+        queue = gang.lifecycle.queue
+        if queue.has_enough or not gang.is_in_lockstep:
+            return
+        after = queue.last
         runs: list[tuple[Run, float]] = []
-        for _ in range(supervisor.count_room_ahead(gang)):
+        for _ in range(gang.lifecycle.room_ahead):
             taken = self._schedule.take_planned(gang.number, gang.spec)
             if taken is None:
                 break
@@ -305,7 +307,7 @@ class Dispatcher:
             after = run.run
             runs.append((run, self._limits[item]))
         if runs:
-            supervisor.send_ahead(gang, runs)
+            self._pool.supervisor.send_ahead(gang, runs)
 
     def _assign(self, gang: Gang, index: int, next_index: int) -> None:
         """Send a test to a gang, and the one after it if that can be."""

@@ -10,7 +10,8 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import pytest
@@ -222,7 +223,7 @@ class GangPool:
                 context=context,
                 coverage=self.rank_configs.coverage,
                 coverage_file=str(self.rank_configs.coverage_dir / "template"),
-                forget=self.supervisor.forget,
+                forget=self.supervisor.calls.forget,
                 loads=modules_to_load(session),
             )
             self._template = TemplateProcess(template, self.supervisor)
@@ -289,9 +290,8 @@ class GangPool:
         """Report errors of ranks that collect; return whether all have collected without errors."""
         is_ready = per_rank.is_ready(self.rank_configs.write(0, spec, lease))
         # Gangs of other sizes may have other parameters than the session.
-        has_extra = spec.world_size == max(s.world_size for s in self._specs)
-        has_extra = has_extra and not self._run.is_worker  # of which each runs what it has
-        size = spec.world_size
+        size, widest = spec.world_size, max(s.world_size for s in self._specs)
+        has_extra = size == widest and not self._run.is_worker  # each of which runs what it has
         failures = per_rank.take_failures(size, has_extra=has_extra) if is_ready else []
         if lease is not None and (failures or not is_ready):
             self.leases.prepared[spec] = lease
@@ -346,12 +346,9 @@ class GangPool:
         sizes = [gang.spec.world_size for gang in self._present()]
         return self._nodes.num_free(sizes) if sizes else self.num_slots
 
-    def count(self) -> dict[GangSpec, int]:
+    def count(self) -> Mapping[GangSpec, int]:
         """Return the number of gangs of each spec."""
-        counts: dict[GangSpec, int] = {}
-        for gang in self._present():
-            counts[gang.spec] = counts.get(gang.spec, 0) + 1
-        return counts
+        return Counter(gang.spec for gang in self._present())
 
     def _present(self) -> list[Gang]:
         return [g for g in self.gangs.values() if not has_left(g)]

@@ -39,18 +39,11 @@ from pytest_megatron.gangs.controller.reports import (
     warn_again,
 )
 from pytest_megatron.gangs.controller.testmon import add_lines, recorded_by_ranks
-from pytest_megatron.gangs.markers import (
-    limit_of,
-    spec_of,
-)
+from pytest_megatron.gangs.markers import limit_of, spec_of
 from pytest_megatron.gangs.merge import RankResult, RunEnd, reported
 from pytest_megatron.gangs.nodes.leader import first_gang, nodes_of, room_on_gpus
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
-from pytest_megatron.gangs.record import (
-    plan_lines,
-    test_record,
-    transient_cause,
-)
+from pytest_megatron.gangs.record import plan_lines, test_record, transient_cause
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
@@ -347,12 +340,6 @@ class GangPlugin(RecordCarrier):
             if self._run.is_worker:
                 self._report_late()
 
-    @pytest.hookimpl(specname="pytest_runtest_protocol", tryfirst=True)
-    def pytest_megatron_begin_item(self, item: pytest.Item) -> None:
-        """Leave `faulthandler_timeout` to the ranks for items of gangs."""
-        if self.is_ours(item):
-            show_no_stacks()
-
     def _report_late(self) -> None:
         """Report late teardowns as errors of the tests that they belong to."""
         for item, merged in self._open_dispatcher.take_late():
@@ -380,7 +367,7 @@ class GangPlugin(RecordCarrier):
     def set_up(self, item: pytest.Item) -> None:
         """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
-        show_no_stacks()
+        show_no_stacks()  # ranks have `faulthandler_timeout`
         self._reruns[item], self._refusals[item] = [], None
         try:
             dispatcher.wait_for(item, self._nextitem)

@@ -82,12 +82,7 @@ class RankConfigs:
                     **common,
                     **(own if place.node_rank == 0 else {}),
                     **rank_env(shown[place.rank], spec.world_size),
-                    # NCCL refuses two ranks of one host on one GPU.
-                    **(
-                        {"NCCL_HOSTID": f"{directory}:{shown[place.rank].node_rank}"}
-                        if shares
-                        else {}
-                    ),
+                    **(_as_on_node(shown[place.rank].node_rank, directory) if shares else {}),
                     "TORCHELASTIC_ERROR_FILE": str(directory / str(place.rank) / "error.json"),
                 },
                 log_dir=str(directory / str(place.rank)),
@@ -146,3 +141,8 @@ def refuse_unfit_host(options: Options) -> None:
             check_local_host()
     except LaunchError as error:
         raise pytest.UsageError(str(error)) from None
+
+
+def _as_on_node(node_rank: int, gang_dir: Path) -> dict[str, str]:
+    """Return a host id for NCCL, which refuses two ranks of one host on one GPU."""
+    return {"NCCL_HOSTID": f"{gang_dir}:{node_rank}"}

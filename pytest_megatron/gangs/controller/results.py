@@ -12,10 +12,7 @@ import pytest
 from pytest_megatron.gangs.controller.rank_config import refuse_unfit_host
 from pytest_megatron.gangs.controller.testmon import keep_late_failure
 from pytest_megatron.gangs.nodes.leader import first_gang, room_on_gpus
-from pytest_megatron.gangs.record import (
-    flaky_lines,
-    header_line,
-)
+from pytest_megatron.gangs.record import flaky_lines, header_line
 from pytest_megatron.gangs.topology import count_gpus
 from pytest_megatron.gpu.host import this_host
 from pytest_megatron.runs.record import RecordedTest
@@ -29,14 +26,11 @@ NAME = "megatron-gangs-results"
 class GangResults:
     """Header, `run.json` and summary of a session with gangs."""
 
-    def __init__(self, run: RunSession, file: RunFile) -> None:
+    def __init__(self, config: pytest.Config, run: RunSession, file: RunFile) -> None:
+        self._config = config
         self._run = run
         self._file = file
         self._records: dict[str, RecordedTest] = {}
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep the configuration; also called at registration."""
-        self._config = config
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionstart(self, session: pytest.Session) -> None:

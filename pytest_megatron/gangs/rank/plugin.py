@@ -70,7 +70,8 @@ class RankPlugin:
     _state: StateKeeper
     _pid: int
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
         self.shared_dir = Path()
         self._run: Run | None = None
         self._reports: list[PhaseReport] = []  # not sent yet
@@ -311,8 +312,7 @@ class RankPlugin:
         """
         with self.printed.nothing():
             yield
-        if self._config is not None:
-            self._reports.append(_reported(self._config, report))
+        self._reports.append(_reported(self._config, report))
         self._has_failed_subtest = self._has_failed_subtest or report.failed
 
     def pytest_warning_recorded(
@@ -324,12 +324,6 @@ class RankPlugin:
     ) -> None:
         """Keep a warning."""
         self._warnings.append(describe_warning(warning_message, when, nodeid, location))
-
-    _config: pytest.Config | None = None
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Keep the configuration; also called at registration."""
-        self._config = config
 
     def end_if_forked(self, error: BaseException | None = None) -> None:
         """Exit if this process was forked by a test and returned to pytest."""

@@ -148,7 +148,8 @@ def prepare(session: pytest.Session) -> RankPlugin:
     Returns:
         The plugin of all ranks.
     """
-    config, plugin = session.config, RankPlugin()
+    config = session.config
+    plugin = RankPlugin(config)
     session.__dict__.pop("gethookproxy", None)
     capture = config.pluginmanager.get_plugin("capturemanager")
     if capture is not None:  # the log of a rank replaces capturing

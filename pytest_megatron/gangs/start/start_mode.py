@@ -20,10 +20,7 @@ import pytest
 
 from pytest_megatron.base.text import describe_exit, name_ranks
 from pytest_megatron.errors import LaunchError
-from pytest_megatron.gangs.controller.other_plugins import (
-    configure_node,
-    encode,
-)
+from pytest_megatron.gangs.controller.other_plugins import configure_node, encode
 from pytest_megatron.gangs.controller.rank_config import RankConfigs
 from pytest_megatron.gangs.crash import shorten_stack
 from pytest_megatron.gangs.forkserver.store import with_store
@@ -45,11 +42,7 @@ from pytest_megatron.gangs.start.collector import (
     digest_of,
     last_line,
 )
-from pytest_megatron.gangs.start.environment import (
-    KEY,
-    StartEnvironment,
-    find_rank_words,
-)
+from pytest_megatron.gangs.start.environment import KEY, StartEnvironment, find_rank_words
 from pytest_megatron.gangs.start.forkserver import wait_for_agent
 from pytest_megatron.gangs.start.preload import PreloadedProcess, start_preloaded
 from pytest_megatron.gangs.supervisor.connections import CollectorMessage, RankCollector

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias, assert_never
 
+from pytest_megatron.base.text import name_ranks
 from pytest_megatron.errors import LaunchError
 from pytest_megatron.gangs.forkserver.store import with_store
 from pytest_megatron.gangs.ipc.channel import OWN, Channel, Frame
@@ -45,13 +46,8 @@ from pytest_megatron.gangs.lifecycle import (
     SendRuns,
 )
 from pytest_megatron.gangs.merge import RunEnd
-from pytest_megatron.gangs.supervisor.connections import (
-    Agents,
-    Calls,
-    Peer,
-    RankCollectors,
-)
-from pytest_megatron.gangs.topology import GangSpec, describe_node
+from pytest_megatron.gangs.supervisor.connections import Agents, Calls, Peer, RankCollectors
+from pytest_megatron.gangs.topology import GangSpec
 from pytest_megatron.process.guard import UNKILLABLE_S
 
 AGENT_LIMIT_S = UNKILLABLE_S + 10.0  # for an agent to kill a gang
@@ -241,15 +237,6 @@ class Supervisor:
         )
         self._lose(gang, gang.orphans)
 
-    def count_room_ahead(self, gang: Gang) -> int:
-        """Return the number of tests to send ahead to a gang: many or none.
-
-        Its ranks need a common agent, so that they can agree among themselves.
-        """
-        lifecycle = gang.lifecycle
-        is_wanting = gang.is_in_lockstep and not lifecycle.queue.has_enough
-        return lifecycle.room_ahead if is_wanting else 0
-
     def send_ahead(self, gang: Gang, runs: Sequence[tuple[Run, float]]) -> None:
         """Queue tests, with their time limits, which run as long as those before them pass."""
         self._carry_out(gang, gang.lifecycle.send_ahead(runs))
@@ -312,10 +299,6 @@ class Supervisor:
             self.calls.drop(channel)
         self.calls.stop()
 
-    def forget(self) -> None:
-        """Close the descriptors in a forked child; the parent keeps its own."""
-        self.calls.forget()
-
     def start_without_ranks(self, gang: Gang) -> None:
         """Add a gang that has no processes, and take all its ranks for ready.
 
@@ -376,7 +359,7 @@ class Supervisor:
             problem = ORPHANED
             if config.node_rank > 0 and not self.agents.has(config.node_rank):
                 ranks = [c.rank for c in gang.configs if c.node_rank == config.node_rank]
-                problem = f"{describe_node(config.node_rank, ranks)} is gone"
+                problem = f"node {config.node_rank} ({name_ranks(ranks)}) is gone"
                 if gang.lifecycle.state is not GangState.STARTING:
                     problem = f"is lost: {problem}"
             self._handle(gang, config.rank, Broken(problem=problem))

@@ -71,7 +71,7 @@ def the_end(actions: list[object]) -> RunEnd:
 
 
 def passed(rank: int) -> RankResult:
-    return RankResult(rank=rank, done=done(), outcome="passed", log_dir=DIRS[rank])
+    return RankResult(rank=rank, done=done(), log_dir=DIRS[rank])
 
 
 def stacks(*ranks: int) -> Stacks:

@@ -18,7 +18,7 @@ Max locked memory         {memlock:<20} unlimited            bytes
 _TORCH = """
 from . import version
 __version__ = {version!r}
-def compiled_with_cxx11_abi(): return {abi!r}
+def compiled_with_cxx11_abi(): return True
 class backends:
     class cudnn:
         version = staticmethod(lambda: 91000)
@@ -95,12 +95,11 @@ class Staged:
         for index in range(num_gpus):
             self.file(f"/dev/nvidia{index}", "")
 
-    def torch(  # noqa: PLR0913 - each is one thing that can be wrong
+    def torch(
         self,
         version: str = "2.8.0+cu128",
         *,
         cuda: str | None = "12.8",
-        abi: bool = True,
         count: int = 2,
         capability: tuple[int, int] = (9, 0),
         cuda_problem: str = "",
@@ -112,7 +111,6 @@ class Staged:
         (directory / "version.py").write_text(f"cuda: str = {cuda!r}\n")
         text = _TORCH.format(
             version=version,
-            abi=abi,
             nccl=(2, 27, 3),
             count=count,
             architectures=["sm_80", "sm_90"] if cuda else [],

@@ -17,7 +17,6 @@ class PretendSlurm:
         table: What squeue says.
         submissions: The words of every sbatch.
         cancelled: The words of every scancel.
-        num_queries: How often squeue was asked.
         answers: What comes of the next calls of sbatch: None is an id, Slurm's answer by default.
         loses: Whether a submission that is not answered is lost, too.
         is_away: Whether nobody answers.
@@ -26,7 +25,6 @@ class PretendSlurm:
     table: dict[int, SlurmJob] = field(default_factory=dict)
     submissions: list[list[str]] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
-    num_queries: int = 0
     answers: list[BaseException | None] = field(default_factory=list)
     loses: bool = False
     is_away: bool = False
@@ -46,7 +44,6 @@ class PretendSlurm:
         return job_id
 
     def jobs(self) -> tuple[SlurmJob, ...]:
-        self.num_queries += 1
         self._require_answer()
         return tuple(self.table.values())
 

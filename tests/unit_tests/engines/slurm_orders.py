@@ -29,9 +29,10 @@ from pytest_megatron.workloads.recipe.model import Workload
 from pytest_megatron.workloads.training.plan.plan import AttemptPlan, PhasePlan, Setting
 from pytest_megatron.workloads.training.run.runner import Progress
 
+LIMIT_S = 60.0  # of every training
 SCRIPT = """\
 #!/bin/bash
-#SBATCH --nodes={nodes} --ntasks-per-node=1 --time={minutes} {flags}
+#SBATCH --nodes={nodes} --ntasks-per-node=1 --time=2
 exec {python} -m pytest_megatron.engines.worker "$1"
 """
 
@@ -56,16 +57,10 @@ class Run:
     """A run directory, and what is ordered in it.
 
     Attributes:
-        flags: Of every job.
-        minutes: That Slurm gives every job.
-        limit_s: That its recipe gives every training.
         copies_lines: Whether lines of ranks are wanted.
     """
 
     root: Path
-    flags: str = ""
-    minutes: int = 2
-    limit_s: float = 60.0
     copies_lines: bool = False
     heard: Heard = field(default_factory=Heard)
 
@@ -92,7 +87,6 @@ class Run:
         attempt: int = 1,
         nodes: int = 1,
         avoid_hosts: Iterable[str] = (),
-        delay_s: float = 0.0,
     ) -> Submission:
         """Return the order for an item whose training is a line of bash."""
         dirs = AttemptDirs(root=self.run_dir / item / "repeat_1" / f"attempt_{attempt}")
@@ -105,14 +99,14 @@ class Run:
             last_iteration=None,
         )
         plan = AttemptPlan(
-            phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=self.limit_s
+            phases=(phase,), dirs=dirs, cwd=self.root, world_size=1, time_limit_s=LIMIT_S
         )
         needed = Resources(
             platform=CPU_PLATFORM,
             num_nodes=nodes,
             gpus_per_node=0,
             ranks_per_node=1,
-            time_limit_s=self.limit_s,
+            time_limit_s=LIMIT_S,
         )
         return Submission(
             key=f"{item}/repeat_1/attempt_{attempt}",
@@ -121,7 +115,6 @@ class Run:
             dirs=dirs,
             planned=lambda _devices: Planned(plan=plan, description={"item": item}),
             avoid_hosts=frozenset(avoid_hosts),
-            delay_s=delay_s,
             listener=self.heard,
         )
 
@@ -141,8 +134,6 @@ class Run:
             path = self.run_dir / f"{needed.num_nodes}_{number}.sh"
             text = SCRIPT.format(
                 nodes=needed.num_nodes,
-                minutes=self.minutes,
-                flags=self.flags,
                 python=sys.executable,
             )
             path.write_text(text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pytest_megatron.runs.record import RecordedDiagnosis
@@ -25,12 +25,12 @@ def iterations(last: int = 6) -> str:
     return "".join(IT.format(n=n) for n in range(1, last + 1))
 
 
-def traceback(message: str, *, call: str = "all_reduce", function: str = "step") -> str:
+def traceback(message: str, *, call: str = "all_reduce") -> str:
     return (
         "Traceback (most recent call last):\n"
         '  File "/job/train.py", line 31, in <module>\n'
         "    main()\n"
-        f'  File "/job/train.py", line 12, in {function}\n'
+        '  File "/job/train.py", line 12, in step\n'
         "    dist.all_reduce(x)\n"
         '  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", '
         f"line 3252, in {call}\n"
@@ -39,14 +39,13 @@ def traceback(message: str, *, call: str = "all_reduce", function: str = "step")
     )
 
 
-def table(codes: Mapping[int, int], *, first: int, times: Mapping[int, str] | None = None) -> str:
+def table(codes: Mapping[int, int], *, first: int) -> str:
     """What torch's agent writes, torch 2.11."""
 
     def row(number: int, rank: int) -> str:
-        time = (times or {}).get(rank, "2026-11-21_09:35:01")
         code = codes[rank]
         return (
-            f"[{number}]:\n  time      : {time}\n  host      : node1\n"
+            f"[{number}]:\n  time      : 2026-11-21_09:35:01\n  host      : node1\n"
             f"  rank      : {rank} (local_rank: {rank})\n"
             f"  exitcode  : {code} (pid: {100 + rank}) {TIMES.get(str(code), '')}\n"
             "  error_file: <N/A>\n  traceback : To enable traceback see: https://pytorch.org/docs\n"
@@ -74,7 +73,6 @@ class Launch:
     root: Path
     num_ranks: int = 4
     directory: str = "logs/none_x/attempt_0"
-    names: dict[int, Path] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for rank in range(self.num_ranks):
@@ -98,9 +96,8 @@ class Launch:
     def launcher(self, text: str = "") -> None:
         (self.root / "launcher.log").write_text(text)
 
-    def ends(self, codes: Mapping[int, int], *, first: int, **times: str) -> None:
-        at = {int(name.removeprefix("rank")): time for name, time in times.items()}
-        self.launcher(table(codes, first=first, times=at))
+    def ends(self, codes: Mapping[int, int], *, first: int) -> None:
+        self.launcher(table(codes, first=first))
 
 
 def diagnosed(root: Path) -> RecordedDiagnosis:

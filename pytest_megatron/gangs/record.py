@@ -18,9 +18,12 @@ from pytest_megatron.gpu.host import Gpu
 from pytest_megatron.runs.headline import headline_fingerprint
 from pytest_megatron.runs.record import RecordedExecution, RecordedTest, RecordedVerdict
 from pytest_megatron.triage.signatures import (
+    LineRole,
     Signature,
     Table,
+    builtin_table,
     is_exception,
+    is_named,
     is_raised,
     match_signature,
 )
@@ -126,6 +129,21 @@ def transient_cause(
         return None
     beside = match_signature(_raised(log_lines, table), table)
     return signature if beside is None or beside.is_transient else None
+
+
+def why_not_again(merged: Sequence[Merged], table: Table | None = None) -> str | None:
+    """Return why a failure that is known by name does not run again; None for every other one."""
+    table = table or builtin_table()
+    failed = [m for m in merged if m.outcome == "failed"]
+    texts = [*_own_texts(failed), *_texts_of_others(failed)]
+    rows = (row for text in texts if (row := table.raised(text.strip())) is not None)
+    row = next(filter(is_named, rows), None)
+    if row is None:
+        return None
+    if row.role is LineRole.CASCADE:
+        return f"known as {row.id}, which follows from something else, and that is not known"
+    beside = "; a cause beside it" if row.is_transient else ""
+    return f"known as {row.id}{beside}, which is not transient"
 
 
 def _raised(lines: Iterable[str], table: Table | None) -> list[str]:

@@ -43,7 +43,12 @@ from pytest_megatron.gangs.markers import limit_of, spec_of
 from pytest_megatron.gangs.merge import RankResult, RunEnd, reported
 from pytest_megatron.gangs.nodes.leader import first_gang, nodes_of, room_on_gpus
 from pytest_megatron.gangs.rank.logs import file_size, read_piece
-from pytest_megatron.gangs.record import plan_lines, test_record, transient_cause
+from pytest_megatron.gangs.record import (
+    plan_lines,
+    test_record,
+    transient_cause,
+    why_not_again,
+)
 from pytest_megatron.gangs.start.environment import KEY
 from pytest_megatron.gangs.topology import GangSpec, count_gpus
 from pytest_megatron.gpu.host import this_host
@@ -117,7 +122,7 @@ class GangPlugin(RecordCarrier):
         self._current: pytest.Item | None = None
         self._nextitem: pytest.Item | None = None
         self._reruns: dict[pytest.Item, list[Signature]] = {}
-        self._refusals: dict[pytest.Item, str | None] = {}  # why an item is not run again
+        self._not_again: dict[pytest.Item, str | None] = {}  # why an item is not run again
         self._is_replaying = False
         self._broken: Exception | None = None
         self._limits_of_others: list[str] = []
@@ -368,7 +373,7 @@ class GangPlugin(RecordCarrier):
         """Wait until the item has run on its gang, with all of its phases."""
         dispatcher = self._open_dispatcher
         show_no_stacks()  # ranks have `faulthandler_timeout`
-        self._reruns[item], self._refusals[item] = [], None
+        self._reruns[item], self._not_again[item] = [], None
         try:
             dispatcher.wait_for(item, self._nextitem)
             while (cause := self._cause_to_rerun(item)) is not None:
@@ -402,9 +407,10 @@ class GangPlugin(RecordCarrier):
             self._run.table,
         )
         if cause is None:
+            self._not_again[item] = why_not_again(end.merged, self._run.table)
             _LOG.info("%s: not run again, its cause is not known to be transient", item.nodeid)
             return None
-        refusal = self._refusals[item] = self._run.retries.claim()
+        refusal = self._not_again[item] = self._run.retries.claim()
         _LOG.info("%s: run again for %s: %s", item.nodeid, cause.id, refusal or "yes")
         return cause if refusal is None else None
 
@@ -441,7 +447,7 @@ class GangPlugin(RecordCarrier):
         if causes:
             report.user_properties.append(("megatron.reruns", len(causes)))
             report.user_properties.append(("megatron.signature", causes[-1].id))
-        if report.failed and (why := self._refusals[item]) is not None:
+        if report.failed and (why := self._not_again[item]) is not None:
             report.sections.append(("not run again", why))
         if report.failed:
             command = reproduce_line(self._run.where, report.nodeid)

@@ -6,7 +6,7 @@ import pytest
 
 from pytest_megatron.base.files import JsonValue
 from pytest_megatron.gangs.merge import Merged
-from pytest_megatron.gangs.record import transient_cause
+from pytest_megatron.gangs.record import transient_cause, why_not_again
 
 OOM = "torch.OutOfMemoryError: CUDA out of memory"
 PORT = "RuntimeError: bind: Address already in use"
@@ -73,3 +73,17 @@ REMOTE = (
     "torch.distributed.DistBackendError: NCCL error in: a.cpp:1, remote process exited or there "
     "was a network error"
 )
+
+
+@pytest.mark.parametrize(
+    ("merged", "why"),
+    [
+        pytest.param(failure(REMOTE), "known as nccl_remote, which follows from", id="cascade"),
+        pytest.param(failure(OOM), "known as cuda_oom, which is not transient", id="genuine"),
+        pytest.param(failure(PORT), "known as port_in_use; a cause beside it", id="beside"),
+        pytest.param(failure("RuntimeError: no"), None, id="unknown"),
+        pytest.param(Merged(when="call", outcome="passed"), None, id="passed"),
+    ],
+)
+def test_why_a_failure_that_is_known_does_not_run_again(merged: Merged, why: str | None) -> None:
+    assert (why_not_again([merged]) or "None").startswith(why or "None")

@@ -30,7 +30,7 @@ pytestmark = [
 def build(root: Path, index: str) -> subprocess.CompletedProcess[str]:
     """Build a site of two pages with the configuration of this project."""
     (root / "docs").mkdir(exist_ok=True)
-    for name in ("conf.py", "search_scorer.js"):
+    for name in ("conf.py", "search_scorer.js", "site.css"):
         (root / "docs" / name).write_text(CONF.with_name(name).read_text())
     (root / "docs/index.md").write_text(index)
     (root / "docs/page.md").write_text(PAGE)

@@ -43,9 +43,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path += [
-    str(ROOT / "tests/unit_tests" / name) for name in ("workloads/items", "gangs/sessions")
-]
+_HELPERS = ("unit_tests/workloads/items", "unit_tests/gangs/sessions", "labs")
+sys.path += [str(ROOT / "tests" / name) for name in _HELPERS]
 from tiny_project import stand_in  # noqa: E402 - of the folders above
 
 _FENCE = re.compile(

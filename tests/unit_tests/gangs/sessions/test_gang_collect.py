@@ -124,6 +124,7 @@ def test_ranks_that_collected_for_nothing_leave_nothing(suite: Suite, tmp_path: 
         none = suite.run("--ranks=2", *COLLECT, "-k", "nothing", *where)
     assert (none.returncode, none.summary) == (5, "1 deselected"), none.stdout
     assert not (tmp_path / ".pytest_megatron/runs").exists()
+    assert [path.name for path in (tmp_path / "none").iterdir()] == ["run.json"]
 
 
 def test_a_controller_that_cannot_collect_ends_ranks_that_have_begun(

@@ -6,7 +6,7 @@ from pytest_megatron.features import Feature
 
 FEATURE = Feature(
     commands={
-        "runs": ("command:runs", "List and remove runs, write pages and pictures of them."),
+        "runs": ("command:runs", "List and remove runs, and write their pages."),
     },
     provides={
         "pages": "write:write_report",

@@ -103,6 +103,7 @@ def test_workloads_load_of_gangs_the_markers_and_fixtures_of_all_tests(tmp_path:
     assert "workloads.items.training" in loaded
     assert {name for name in loaded if name.startswith("gangs.")} == {
         *("gangs.fixtures", "gangs.markers", "gangs.start", "gangs.start.environment"),
+        "gangs.topology",
     }
 
 

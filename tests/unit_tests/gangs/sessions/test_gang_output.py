@@ -145,5 +145,5 @@ def test_colours_are_for_the_terminal_alone(tmp_path: Path) -> None:
     assert "\x1b[" in run.stdout
     found = [tmp_path / "junit.xml", *(file for file in run.directory.rglob("*") if file.is_file())]
     texts = {file.name: file.read_text() for file in found}
-    assert "At index 1 diff: 2 != 3" in texts["junit.xml"]
+    assert "At index 1 diff: 2 != " in texts["junit.xml"]  # of the rank that failed first
     assert [name for name, text in texts.items() if re.search(r"\x1b|#x1B|u001b", text)] == []
